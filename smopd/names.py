@@ -71,18 +71,14 @@ def printable(text: str) -> str:
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", without_secrets(text))
 
 
-def without_secrets(text: str) -> str:
-    """Remove URL credentials, assigned and well-known forms of secrets, and those of the environment."""
-    return _without(text, _environment_secrets())
-
-
-def _environment_secrets() -> list[str]:
+def _of_environment() -> list[str]:
     named = [name for name in os.environ if name not in _NOT_SECRET and _SECRET_NAME.fullmatch(name)]
     return [value for name in named if len(value := os.environ[name].strip()) >= _SECRET_LENGTH]
 
 
-def _without(text: str, secrets: list[str]) -> str:
-    for value in secrets:
+def without_secrets(text: str, known: list[str] | None = None) -> str:
+    """Remove URL credentials, assigned and well-known forms of secrets, and `known` or the environment's."""
+    for value in _of_environment() if known is None else known:
         text = text.replace(value, REDACTED)
     text, pieces, at = _USER.sub(r"\1", text), [], 0
     while match := _ASSIGNED.search(text, at):  # the value of another name may hold assignments
@@ -96,19 +92,14 @@ def _without(text: str, secrets: list[str]) -> str:
     return _SECRET_VALUE.sub(lambda match: f"{match[match.lastindex or 0]}{REDACTED}", text)
 
 
-def redacted(value: Any) -> Any:
+def redacted(value: Any, name: str = "", known: list[str] | None = None) -> Any:
     """Replace the values of secret names, and everything that `without_secrets` finds, for a file."""
-    secrets = _environment_secrets()
-
-    def clean(value: Any, name: str) -> Any:
-        secret = _SECRET_NAME.fullmatch(name)
-        if isinstance(value, dict):
-            return {key: clean(inner, name if secret else str(key)) for key, inner in value.items()}
-        if isinstance(value, (list, tuple)):
-            words = [str(each) if str(each).startswith("--") else name for each in value]  # command options
-            return [clean(inner, word) for inner, word in zip(value, [name, *words], strict=False)]
-        if secret and value and not isinstance(value, bool):
-            return REDACTED
-        return _without(value, secrets) if isinstance(value, str) else value
-
-    return clean(value, "")
+    secret, known = _SECRET_NAME.fullmatch(name), _of_environment() if known is None else known
+    if isinstance(value, dict):
+        return {key: redacted(inner, name if secret else str(key), known) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        words = [str(each) if str(each).startswith("--") else name for each in value]  # options of a command
+        return [redacted(inner, word, known) for inner, word in zip(value, [name, *words], strict=False)]
+    if secret and value and not isinstance(value, bool):
+        return REDACTED
+    return without_secrets(value, known) if isinstance(value, str) else value

