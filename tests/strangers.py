@@ -12,13 +12,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = Path(sysconfig.get_paths()["purelib"])
-PIP_OPTIONS = [
-    "--no-deps",
-    "--no-index",
-    "--no-build-isolation",
-    "--disable-pip-version-check",
-    "--no-cache-dir",
-]
+COMPILER = os.environ.get("CXX", "g++")
+PIP_OPTIONS = """--no-deps --no-index --no-build-isolation --disable-pip-version-check
+    --no-cache-dir""".split()  # noqa: SIM905
 
 
 def run(
@@ -37,7 +33,7 @@ def run(
 
 
 def has_compiler() -> bool:
-    return shutil.which(os.environ.get("CXX", "g++")) is not None
+    return shutil.which(COMPILER) is not None
 
 
 def sources() -> list[Path]:

@@ -20,6 +20,7 @@ import pytest
 
 import smopd
 from tests.strangers import (
+    COMPILER,
     PIP_OPTIONS,
     ROOT,
     bare_environment,
@@ -75,7 +76,9 @@ def built(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("built")
     source = shutil.copytree(checkout, folder / "source", symlinks=True)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", source]
-    run(*command, cwd=folder)
+    (folder / "cxx").write_text(f'#!/bin/sh\nexec {COMPILER} "$@" -O0\n')  # half the time
+    (folder / "cxx").chmod(0o755)
+    run(*command, cwd=folder, **({"CXX": str(folder / "cxx")} if has_compiler() else {}))
     platform = sysconfig.get_platform().replace("-", "_")  # linux_x86_64
     tag = f"cp310-abi3-{platform}" if has_compiler() else "py3-none-any"
     names = sorted(path.name for path in (folder / "dist").iterdir())
@@ -103,9 +106,8 @@ def modules_in(folder: Path) -> set[str]:
     return found
 
 
-def test_a_clone_that_is_not_installed(checkout: Path, tmp_path: Path) -> None:
+def test_a_clone_that_is_not_installed(checkout: Path) -> None:
     assert packages(sys.executable, checkout, TRANSFORMERS) == {checkout / "smopd"}
-    assert packages(sys.executable, tmp_path, PYTHONPATH=str(checkout)) == {checkout / "smopd"}
 
 
 def test_an_editable_install(checkout: Path, tmp_path: Path) -> None:
@@ -113,7 +115,6 @@ def test_an_editable_install(checkout: Path, tmp_path: Path) -> None:
     python = bare_environment(tmp_path / "environment")
     pip = [sys.executable, "-m", "pip", "--python", python, "install", *PIP_OPTIONS]
     run(*pip, "-e", fresh, cwd=tmp_path, SMOPD_BUILD_EXT="0")
-    assert packages(python, fresh) == {fresh / "smopd"}
     either = {fresh / "smopd", fresh}  # fresh/kernels is the same folder
     assert packages(python, tmp_path, TRANSFORMERS) <= either
 
