@@ -139,9 +139,10 @@ def describe(
         except OSError:  # older checkpoints have no generation_config.json
             generation = GenerationConfig.from_model_config(config)
     ends = generation.eos_token_id
-    listed = ends if isinstance(ends, list) else [ends]
-    found = {int(end) for end in [*listed, tokenizer.eos_token_id] if end is not None}
-    if not found:
+    listed = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
+    if wrong := [end for end in listed if not isinstance(end, int | None)]:
+        raise UnusableModel(f"model {path}: its generation config has eos_token_id {wrong[0]!r}, not a token")
+    if not (found := {end for end in listed if end is not None}):
         raise UnusableModel(f"model {path}: neither its generation config nor its tokenizer has an eos token")
     return config, tuple(sorted(found))
 

@@ -206,6 +206,9 @@ def test_a_tokenizer_that_cannot_be_saved_is_found_before(folder, tokenizer, mon
 
 
 def test_a_model_without_an_end_token_is_refused(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, {}]}')
+    with pytest.raises(UnusableModel, match=r"eos_token_id \{\}, not a token"):
+        describe(folder, load_tokenizer(folder))
     GenerationConfig().save_pretrained(folder)
     without = load_tokenizer(folder)
     without.eos_token = None
