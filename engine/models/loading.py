@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,7 @@ SCALES = ("logit_scale", "output_multiplier", "output_multiplier_scale", "lm_hea
 DIVISOR = "logits_scaling"
 MULTIPLIES = ("hyperclovax",)  # families that multiply by their divisor
 CAPS = ("final_logit_softcapping", "logits_soft_cap")
+_TOO_MANY = re.compile(rb'"\w*layers?": *\d{6,}')  # transformers makes lists as long
 
 CUSTOM_CODE = "it brings Python code, which runs only with model.trust_remote_code: true"
 _custom_code = False
@@ -188,6 +190,9 @@ def place_of(path: str | Path) -> str:
     """Return `path` with ~ expanded: an existing folder, or what may be a hub id."""
     place = str(Path(path).expanduser()) if str(path).startswith("~") else str(path)
     if Path(place).is_dir():
+        config = Path(place) / CONFIG_NAME
+        if config.is_file() and (found := _TOO_MANY.search(config.read_bytes())):
+            raise UnusableModel(f"model {path}: its config has {found[0].decode()}, too many to be meant")
         return place
     inside_folder = "/" in place and Path(place).parent.is_dir()
     if place.startswith((".", "/")) or place.count("/") > 1 or inside_folder:

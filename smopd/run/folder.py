@@ -146,15 +146,11 @@ def saved_settings(folder: Path) -> Settings:
     try:
         return Settings.model_validate(yaml.safe_load(config.read_text()))
     except ValidationError as error:
-        message = (
-            f"{config}: was written by another version of smopd; resume with it, or give another --output"
-        )
+        message = f"{config}: was written by another smopd; resume with that, or give another --output"
         raise ConfigMismatch("\n  ".join([message, *explain(error, {})])) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         why = " ".join(str(error).split())[:200]
-        raise ConfigMismatch(
-            f"{config}: cannot be read ({why}); restore it, or remove it to skip the comparison of settings"
-        ) from None
+        raise ConfigMismatch(f"{config}: cannot be read ({why}); restore it, or remove it to go on") from None
 
 
 def public(settings: Settings) -> Settings:
@@ -176,10 +172,9 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
     """Flatten nested settings to dotted path -> value. An empty section has no entry."""
     if not isinstance(value, dict | list | tuple):
         return {prefix: value}
-    found: dict[str, Any] = {}
-    for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-        found |= flat(part, f"{prefix}.{key}" if prefix else str(key))
-    return found
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    deeper = (flat(part, f"{prefix}.{key}" if prefix else str(key)) for key, part in pairs)
+    return {path: leaf for found in deeper for path, leaf in found.items()}
 
 
 def input_changes(folder: Path, settings: Settings, before: Parts, now: Parts) -> list[Change]:

@@ -34,7 +34,7 @@ def test_a_card_has_results_rewards_and_teachers(run: Path) -> None:
     card = (run / "export/README.md").read_text()
     _, front, text = card.split("---\n", 2)
     assert yaml.safe_load(front)["library_name"] == "transformers"
-    assert "\n| **student (this model)** | 2.500 | - |" in text and "4 of 6 steps, from base" in text
+    assert "\n| **student (this model)** | 2.500 | - |" in text and "4 of 4 steps, from base" in text
     for block in ("## Training", "| reward | function |", "<details>"):
         assert f"\n\n{block}" in text
     assert "- Teachers: accuracy_teacher, format_teacher" in text

@@ -73,9 +73,9 @@ def _serve(words: tuple[str, ...], log: Path) -> None:
 
     os.setsid()
     system_utils.multiprocessing = SimpleNamespace(get_context=lambda _: multiprocessing.get_context("fork"))
-    variables = {**environment(), "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
     log.touch()
-    become(words, variables | {"TORCHDYNAMO_DISABLE": "1"}, ROOT, [log, log])
+    become(words, environment() | own, ROOT, [log, log])
 
 
 def serve(model: Path, log: Path, *options: str, length: int = 64) -> Process:

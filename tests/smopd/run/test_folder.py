@@ -43,7 +43,7 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     [
         (b"\xff\xfe\x00\x01", "cannot be read"),
         (b"- " * 5000 + b"[", "cannot be read"),
-        (b"rollout: {top_p: 0.9}", "another version of smopd.*\n.*rollout.top_p: was removed"),
+        (b"rollout: {top_p: 0.9}", "another smopd.*\n.*rollout.top_p: was removed"),
     ],
 )
 def test_settings_that_cannot_be_read_are_named(tmp_path, content, said):
