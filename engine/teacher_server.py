@@ -77,9 +77,7 @@ def application(teacher: LocalTeachers | VllmTeachers, path: str, vocabulary: in
     def describe(content: bytes, params: QueryParams) -> Response:
         return JSONResponse({"teacher": path, "vocabulary": vocabulary, "rows": rows, "weights": weights})
 
-    routes = [
-        Route(f"/{answer.__name__}", _endpoint(answer), methods=["POST"]) for answer in (score, tokenize)
-    ]
+    routes = [Route(f"/{each.__name__}", _endpoint(each), methods=["POST"]) for each in (score, tokenize)]
     return Starlette(routes=routes + [Route(at, _endpoint(describe)) for at in ("/describe", "/health")])
 
 

@@ -75,9 +75,8 @@ def _targets(model: PreTrainedModel, wanted: list[str]) -> list[str]:
     linear = {_last(name) for name, module in layers.named_modules() if isinstance(module, nn.Linear)}
     if not linear:
         raise ValueError(f"lora: the decoder of a {type(model).__name__} has no linear layers")
-    experts = {
-        _last(name) for name, value in layers.named_parameters() if ".experts." in name and value.dim() == 3
-    }
+    stacked = (name for name, value in layers.named_parameters() if value.dim() == 3)
+    experts = {_last(name) for name in stacked if ".experts." in name}
     known = _served(model, sorted(linear)) if experts else linear
     chosen = known if wanted == ALL_LINEAR else set(wanted)
     if not chosen or chosen - known:

@@ -98,9 +98,8 @@ class VllmRollout:
         with torch.random.fork_rng(devices=[]):  # on a CPU vLLM advances the caller's generator
             params = [SamplingParams(**one, flat_logprobs=True) for one in each]
             outputs = llm.generate(prompts, params, use_tqdm=False)
-        return [
-            self._rollout(sample, output.outputs[0]) for sample, output in zip(samples, outputs, strict=True)
-        ]
+        pairs = zip(samples, outputs, strict=True)
+        return [self._rollout(sample, output.outputs[0]) for sample, output in pairs]
 
     def _rollout(self, sample: Sample, output: Any) -> Rollout:
         if output.finish_reason not in ("stop", "length"):

@@ -35,9 +35,8 @@ def attach(model: PreTrainedModel, adapter: Adapter, name: str) -> str:
         raise UnusableModel(f"adapter {adapter.folder}: peft is not installed ({error})") from error
     try:
         folder = str(adapter.folder)
-        weights = {
-            key.removeprefix(PREFIX): value for key, value in load_peft_weights(folder, device="cpu").items()
-        }
+        saved = load_peft_weights(folder, device="cpu")
+        weights = {key.removeprefix(PREFIX): value for key, value in saved.items()}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Already found a `peft_config`|Some weights of")
             inject_adapter_in_model(PeftConfig.from_pretrained(folder), model, name)

@@ -34,9 +34,8 @@ def count_steps(own: Mapping[str, int], needs: Mapping[str, set[str]]) -> dict[s
         direct = needs[run] & set(found)
         needed[run] = direct.union(*(needed[other] for other in direct))
         total = steps + sum(own[other] for other in needed[run])
-        found[run] = Steps(
-            steps, total, steps + max((found[other].wall_clock for other in direct), default=0)
-        )
+        before = max((found[other].wall_clock for other in direct), default=0)
+        found[run] = Steps(steps, total, steps + before)
     return found
 
 

@@ -64,11 +64,9 @@ def add_teachers(records: list[Record], tokenizer: PreTrainedTokenizerBase, topk
     ratio_TM = logp_TM - logp_TM.logsumexp(-1, keepdim=True) + math.log(logp_TM.shape[1])
     sampled = [record for record in records if "student" in record]
     for t, record in enumerate(sampled):
-        models = [
-            _likely(tokenizer, *entries) for entries in zip(topk.ids_NMS[t], topk.logps_NMS[t], strict=True)
-        ]
+        each = zip(topk.ids_NMS[t], topk.logps_NMS[t], strict=True)
         record["log_ratios"] = [round(value, 3) for value in ratio_TM[t].tolist()]
-        record["teachers"] = models
+        record["teachers"] = [_likely(tokenizer, *entries) for entries in each]
 
 
 def add_merged(

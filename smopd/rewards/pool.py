@@ -251,9 +251,7 @@ class RewardWorker(Worker):
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 self.start()
-                values = self._call(
-                    request, self.deadline_seconds, lambda each: None if each is None else float(each)
-                )
+                values = self._call(request, self.deadline_seconds, lambda x: None if x is None else float(x))
                 if len(values) != responses:
                     raise CallFailed("length", f"returned {len(values)} values, expected {responses}")
                 error = None

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from smopd.config.cli import Command
 from smopd.config.schedule import BASE, PlannedRun, done_steps, is_done, needs_base, plan
 from smopd.config.settings import Merge, Settings
-from smopd.data.prompts import PromptSet
+from smopd.data.prompts import Prompt, PromptSet
 from smopd.engine import distributed
 from smopd.engine.errors import Failure
 from smopd.engine.files import write_atomically
@@ -35,6 +35,7 @@ from smopd.engine.models.loading import (
 from smopd.engine.student.checkpoint import Checkpoints, export, require_whole, saved_steps
 from smopd.engine.student.optimizers import schedule
 from smopd.engine.types import Rollout, TeacherTopK
+from smopd.engine.weights.architecture import architecture_of
 from smopd.loop import Run, optimise
 from smopd.merging.guard import Starter
 from smopd.merging.vectors import TaskVectors
@@ -136,7 +137,7 @@ def try_recipe(command: Command) -> int:
     """Check the model's files, the data and every reward without training, and return the exit status."""
     settings = command.settings
     set_up(settings)
-    with tempfile.TemporaryDirectory() as place, distributed.process_group():
+    with tempfile.TemporaryDirectory() as place, distributed.process_group() as device:
         try:
             require_functions(settings)
             with workers(settings, Path(place)) as (pool, _):
@@ -149,10 +150,27 @@ def try_recipe(command: Command) -> int:
                 log_inputs(inputs)
                 talks = settings.rollout.environment is not None
                 try_rewards(pool, settings.scoring, tokenizer, inputs.train[0], conversation=talks)
+                try_model(settings, start, tokenizer, inputs.train[0], device)
         except (Failure, OSError) as error:
             say_error(f"error: {error}")
             return 1
     return 0
+
+
+def try_model(
+    settings: Settings, path: str, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, device: torch.device
+) -> None:
+    """Compare the first run's engine with its trainer, if this machine has the engine and room for both."""
+    own, on_gpu = settings.resolved(next(iter(settings.runs))), device.type == "cuda"
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with error_context("model"):
+        weights = sum(shape.numel() for shape in architecture_of(path).shapes.values())
+    room = torch.cuda.mem_get_info()[0] if on_gpu else memory // 2
+    if own.rollout.urls or (own.rollout.engine == "vllm" and not on_gpu) or weights * 8 > room:
+        return say("the model's log-probabilities were not tried: its engine or room for it is not here")
+    student = build.student(own, path, device)
+    off = try_engine(build.rollout_engine(own, path, tokenizer, device, settings), student, prompt, own)
+    say(f"the engine's log-probabilities on the first prompt are {off:.1g} nats from the trainer's")
 
 
 def set_up(settings: Settings) -> None:

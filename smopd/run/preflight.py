@@ -114,8 +114,11 @@ def try_rewards(
         say(f"reward {name} on the first prompt: {', '.join(earned)}{why}")
 
 
-def try_engine(engine: RolloutEngine, student: Student, prompt: Prompt, settings: Settings) -> None:
-    """Warn if the engine's log-probabilities of a short response are not the trainer's; a collective call."""
+def try_engine(engine: RolloutEngine, student: Student, prompt: Prompt, settings: Settings) -> float:
+    """Compare the log-probabilities that engine and trainer give a short response; a collective call.
+
+    Warn if they are far apart, and return the mean difference in nats per token.
+    """
     rollout = settings.rollout
     most = min(TRIED_TOKENS, rollout.max_new_tokens)
     sampling = Sampling(temperature=rollout.temperature, max_new_tokens=most)
@@ -124,3 +127,4 @@ def try_engine(engine: RolloutEngine, student: Student, prompt: Prompt, settings
     off = float((logp_N - rollouts[0].logps).abs().mean())
     if not off <= MOST_MISMATCH:  # NaN also
         log.warning("before the first step, %.2g nats apart: %s", off, ADVICE["mismatch"])
+    return off

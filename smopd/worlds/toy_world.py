@@ -56,9 +56,7 @@ class Tool:
 _READ = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 POOLS = {pool: tuple(values.split()) for pool, values in _READ["pools"].items()}
 PARAMETERS = {name: Parameter(*values) for name, values in _READ["parameters"].items()}
-TOOLS = {
-    name: Tool(tuple(tool["parameters"]), tuple(tool["requests"])) for name, tool in _READ["tools"].items()
-}
+TOOLS = {name: Tool(tuple(x["parameters"]), tuple(x["requests"])) for name, x in _READ["tools"].items()}
 
 
 @dataclass(frozen=True)

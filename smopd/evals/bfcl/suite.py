@@ -143,9 +143,8 @@ class Bfcl(Evaluation):
 
     def notes(self, suite: Any, summary: Mapping[str, float | None]) -> list[str]:
         shares = {group: summary[group] for group in dict.fromkeys(item.group for item in suite.items)}
-        notes = [
-            ", ".join(f"{group} {100 * share:.2f}" for group, share in shares.items() if share is not None)
-        ]
+        found = {group: share for group, share in shares.items() if share is not None}
+        notes = [", ".join(f"{group} {100 * share:.2f}" for group, share in found.items())]
         if missing := missing_parts(summary):
             notes.append(f"not run, counted as 0 in Overall: {', '.join(missing)}")
         if tried := sum(summary.get(f"unreadable/{group}") or 0 for group in RELEVANCE):
