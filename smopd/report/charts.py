@@ -66,9 +66,7 @@ def overview(
     for (i, right), (j, up) in [*combinations(enumerate(map(heading, rewards), 1), 2)][:_PLANES]:
         plane = {run: [(row[i], row[j]) for row in rows] for run, rows in curves.items()}
         yield from chart(f"{up} (up) against {right} (right)", right, plane, ends=True)
-    total = {
-        run: [(row[0] + begins.get(run, 0), sum(row[1:])) for row in rows] for run, rows in curves.items()
-    }
+    total = {run: [(r[0] + begins.get(run, 0), sum(r[1:])) for r in rows] for run, rows in curves.items()}
     yield from chart("Sum of the rewards", TIME, total, marks={*begins.values()} - {0})
 
 
@@ -146,11 +144,12 @@ def scale(values: Sequence[float], begin: float, end: float) -> tuple[list[float
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
     """Return round values that enclose the range, about `most` of them."""
-    span = high - low or abs(high) or 1.0
+    least = max(1e-9 * max(abs(low), abs(high)), 1e-300)  # less is rounding
+    span = high - low if high - low > least else max(abs(high), 1e-3)
     power = 10.0 ** math.floor(math.log10(span / most))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power * most >= span * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, max(last, first + 1) + 1)]
+    return [float(f"{i * step:.12g}") for i in range(first, max(last, first + 1) + 1)]
 
 
 def _points(lines: Lines, key: str, begin: int) -> list[tuple[float, float]]:

@@ -140,9 +140,11 @@ def test_a_method_has_the_same_color_in_every_recipe() -> None:
     assert {*assign({str(i): "specialize" for i in range(30)}).values()} == {*PALETTE}
 
 
-@pytest.mark.parametrize(
-    ("low", "high"), [(-3.0, 3.0), (0.0018, 0.9996), (0.0, 0.0), (81.0, 130.0), (5e-7, 6e-7), (-0.2, -0.1)]
-)
+ROUND = [(-3.0, 3.0), (0.0018, 0.9996), (81.0, 130.0), (5e-7, 6e-7), (-0.2, -0.1), (3e-15, 4e-15)]
+FLAT = [(0.0, 0.0), (0.0, 5e-323), (1.0, 1.0 + 1e-15)]
+
+
+@pytest.mark.parametrize(("low", "high"), ROUND + FLAT)
 def test_ticks_are_round_and_enclose_the_range(low: float, high: float) -> None:
     found = ticks(low, high)
     assert found[0] <= low and high <= found[-1] and 2 <= len(found) <= 8
