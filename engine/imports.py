@@ -32,7 +32,7 @@ def import_function(path: str) -> Any:
         raise ValueError(f"{path!r}: {error}") from error
     for name in names.split("."):
         if not callable(getattr(found, name, None)):
-            close = difflib.get_close_matches(name, dir(found), 1, 0.6)
+            close = difflib.get_close_matches(name, {*dir(found)} - {name}, 1, 0.6)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ValueError(f"{path!r}: {module_name} has no function {name!r}{hint}")
         found = getattr(found, name)

@@ -60,6 +60,10 @@ def export_checkpoint(options: Options) -> int:
     folder, name = options.run.resolve().parent, options.run.resolve().name
     if options.output.exists():
         raise ValueError(f"--output: {options.output} exists, expected a new folder")
+    if not (folder / "config.yaml").exists():
+        raise ValueError(f"{options.run} is no run, expected the folder of one in a run directory")
+    if options.best is not None and options.step is not None:
+        raise ValueError(f"--step: got {options.step} and --best {options.best}, expected one of them")
     settings = saved_settings(folder)
     if name not in settings.runs:
         raise ValueError(

@@ -76,6 +76,11 @@ class Change:
         """Whether it only adds steps to the run."""
         return self.setting == "loop.steps" and self.run != BASE and self.now > self.was
 
+    @property
+    def reshapes(self) -> bool:
+        """Whether the run's checkpoints do not fit any more."""
+        return self.setting.startswith(("student.lora.rank", "student.lora.targets"))
+
     def __str__(self) -> str:
         return f"{self.setting}: was {self.was!r}, now {self.now!r}"
 
@@ -105,8 +110,7 @@ def lock_run_dir(folder: Path, settings: Settings, *, change: bool = False) -> I
             except OSError as error:
                 if error.errno != errno.EBADF:  # NFS cannot lock folders
                     raise RunDirLocked(f"output: {error}") from None
-            if not change:
-                refuse(folder, "settings", changes(folder, settings))
+            refuse(folder, "settings", changes(folder, settings), change=change)
             return held.enter_context(lease(folder))
 
         mine = distributed.on_rank0(claim)
@@ -114,10 +118,11 @@ def lock_run_dir(folder: Path, settings: Settings, *, change: bool = False) -> I
         yield
 
 
-def refuse(folder: Path, what: str, found: Sequence[Change]) -> None:
-    """Raise ConfigMismatch for changes that do more than add steps."""
-    if refused := [str(each) for each in found if not each.lengthens]:
-        message = f"{folder} holds runs with other {what}; give another --output, or add --change:"
+def refuse(folder: Path, what: str, found: Sequence[Change], *, change: bool = False) -> None:
+    """Raise ConfigMismatch for changes that do more than add steps; `change` allows what checkpoints can."""
+    if refused := [str(each) for each in found if each.reshapes or not (change or each.lengthens)]:
+        advice = "" if any(each.reshapes for each in found) else ", or add --change"
+        message = f"{folder} holds runs with other {what}; give another --output{advice}:"
         raise ConfigMismatch("\n  ".join([message, *dict.fromkeys(refused)]))
 
 

@@ -34,9 +34,7 @@ def trained(tmp_path_factory):
     for name, steps in (("four", "4"), ("six", "6")):
         done = train(folder, "--output", name, "--loop.steps", steps)
         assert done.returncode == 0, done.stderr
-    assert (
-        "reward accuracy on the first prompt: 3 for its ground_truth, -3 for an empty answer" in done.stdout
-    )
+    assert "reward accuracy on the first prompt: 3 for its ground_truth, -3 for an empty" in done.stdout
     return folder
 
 
@@ -72,6 +70,8 @@ def test_what_changes_no_result_is_free_and_the_rest_needs_a_word(four):
         setting = words.split()[0].removeprefix("--")
         assert refused.returncode == 1 and "holds runs with other settings" in refused.stderr
         assert f"\n  {setting}: was" in refused.stderr and refused.stderr.count(": was") == 1
+    adapter = train(four, "--output", "four", "--student.lora.rank", "4", "--change")
+    assert "give another --output:\n  student.lora.rank: was None, now 4" in adapter.stderr
     assert not (four / "four" / RUN / "changes.jsonl").exists()
 
 
@@ -127,6 +127,7 @@ def test_a_checkpoint_becomes_a_model_folder(trained, tmp_path, capsys):
     for words, said in (
         (["--step", "3"], "--step: got 3, expected a kept checkpoint"),
         (["--best", "greedy/summ"], "'greedy/summ'; did you mean greedy/sum?"),
+        (["--best", "greedy/sum", "--step", "2"], "--step: got 2 and --best greedy/sum"),
     ):
         assert export([str(run), "--output", str(tmp_path / "none"), *words]) == 2
         assert said in capsys.readouterr().err
