@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -20,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from smopd.engine import distributed
 from smopd.engine.errors import Failure
-from smopd.engine.files import empty_partial, flush, replace_folder, room_for
+from smopd.engine.files import empty_partial, flush, replace_folder, room_for, write_atomically
 from smopd.engine.student.optimizers import apply_settings
 from smopd.engine.student.strategy import UnreadableState
 from smopd.engine.student.student import Student
@@ -58,6 +59,7 @@ class Checkpoints:
     def save(self, step: int, student: Student, extra: Any = None) -> None:
         """Write a checkpoint with this rank's `extra` (numbers, texts, tensors)."""
         facts = {"step": step, "world_size": distributed.world_size(), "strategy": student.strategy.name}
+        facts["run"] = distributed.on_rank0(self._run)
         process = {
             "updates": student.updates,
             "skipped": student.skipped,
@@ -97,16 +99,16 @@ class Checkpoints:
         step, ranks, kind = (manifest.get(name) for name in ("step", "world_size", "strategy"))
         strategy = student.strategy
         if newest.name != _name(step):
-            raise DamagedCheckpoint(
-                f"{newest}: {MANIFEST} is of step {step}, expected the folder's; remove the folder to resume"
-            )
+            raise DamagedCheckpoint(f"{newest}: is of step {step}, not its own; remove the folder to resume")
+        run = manifest.get("run")
+        if run not in (None, distributed.on_rank0(lambda: self._run(run))):
+            raise UnusableCheckpoint(f"{newest}: is of another run; remove the folder to resume")
         if kind != strategy.name:
             text = f"was saved under {kind}, this run trains under {strategy.name} (strategy, zero_stage)"
             raise UnusableCheckpoint(f"{newest}: {text}; resume with the same, or start from an export")
         same_ranks = ranks == distributed.world_size()
         if not same_ranks and not strategy.reshards:
-            now = f"now {distributed.world_size()}, and {strategy.name} cannot redistribute it"
-            text = f"was saved by {ranks} ranks, {now}"
+            text = f"was saved by {ranks} ranks, now {distributed.world_size()}; {kind} cannot reshard"
             raise UnusableCheckpoint(f"{newest}: {text}; resume with as many, or start from an export")
         own = f"process_{distributed.rank() if same_ranks else 0}.pt"
         try:
@@ -124,6 +126,13 @@ class Checkpoints:
             torch.cuda.set_rng_state(process["cuda_rng"])
         self.newest = int(newest.name.removeprefix(_PREFIX))
         return self.newest, process["extra"] if same_ranks else None
+
+    def _run(self, given: str | None = None) -> str:
+        """Return the identity of the run: `given` or a new one if it has none yet."""
+        file = self.folder.parent / "id"
+        if not file.exists():
+            write_atomically(file, (given or uuid4().hex).encode())
+        return file.read_text()
 
     def _complete(self) -> list[Path]:
         return [self.folder / _name(step) for step in saved_steps(self.folder)]

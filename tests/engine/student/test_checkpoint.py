@@ -94,6 +94,10 @@ def test_the_last_n_are_kept_and_a_partial_one_is_ignored(tmp_path, device):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002", "step_00000003"]
     os.rename(tmp_path / "step_00000003", tmp_path / "step_00000003.partial")
     assert checkpoints.restore(trained) == (2, None)
+    Checkpoints(tmp_path / "b" / "of", 1).save(3, trained)
+    shutil.copytree(tmp_path / "b" / "of" / "step_00000003", tmp_path / "step_00000003")
+    with pytest.raises(UnusableCheckpoint, match="step_00000003: is of another run"):
+        checkpoints.restore(trained)
 
 
 def rewrite(folder: Path, manifest: str) -> None:
@@ -121,7 +125,7 @@ def test_another_strategy_or_number_of_ranks_is_refused_where_it_matters(device,
     write_manifest(folder, FACTS | {"world_size": 2})
     assert checkpoints.restore(trained) == (1, None)
     trained.strategy.reshards = False
-    with pytest.raises(UnusableCheckpoint, match=r"was saved by 2 ranks, now 1, and fsdp2 cannot"):
+    with pytest.raises(UnusableCheckpoint, match=r"was saved by 2 ranks, now 1; fsdp2 cannot"):
         checkpoints.restore(trained)
     trained.strategy.name = "another"
     with pytest.raises(UnusableCheckpoint, match=r"was saved under fsdp2, this run trains under another"):
@@ -144,7 +148,7 @@ DAMAGE = {
     "no step": (lambda f: rewrite(f, '{"files": {}}'), "is of step None"),
     "no files": (lambda f: rewrite(f, '{"files": 3, "step": 1}'), r"no readable manifest\.json"),
     "a deep manifest": (lambda f: rewrite(f, "[" * 100_000), r"no readable manifest\.json"),
-    "another's name": (lambda f: f.rename(f.with_name("step_00000005")), "is of step 1, expected the folder"),
+    "another's name": (lambda f: f.rename(f.with_name("step_00000005")), "is of step 1, not its own"),
 }
 
 
