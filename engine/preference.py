@@ -90,9 +90,8 @@ class RemotePreferenceModel:
             try:
                 name, length = self._servers.ask(url, Request("/v1/models"), _name_and_length)
                 self._names[url], self.max_tokens = name, min(self.max_tokens, length)
-                found = self._servers.ask(
-                    url, self._request(url, PROBE), lambda answer: _scores("", answer, PROBE)
-                )
+                probe = self._request(url, PROBE)
+                found = self._servers.ask(url, probe, lambda answer: _scores("", answer, PROBE))
                 self._probed = self._probed or found
                 if any(
                     abs(a - b) > SAME_SCORE * (1 + abs(b)) for a, b in zip(found, self._probed, strict=True)

@@ -101,9 +101,7 @@ def check_teachers(
     want = tuple(ids_NMS.shape[:2])
     expected = f"(M,), (N, M) or what broadcasts to {want}"
     if not isinstance(log_alpha, Tensor):
-        raise TypeError(
-            f"{op}: log_alpha is {type(log_alpha).__name__}, expected a tensor of shape {expected}"
-        )
+        raise TypeError(f"{op}: log_alpha is {type(log_alpha).__name__}, expected a tensor, {expected}")
     shape = (1,) * (2 - log_alpha.dim()) + tuple(log_alpha.shape)
     if len(shape) != 2 or any(size not in (1, full) for size, full in zip(shape, want, strict=True)):
         match = f"to match {name} {tuple(ids_NMS.shape)}"

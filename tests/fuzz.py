@@ -232,9 +232,7 @@ GENERATED = (
 )
 CLASSIFIED = b'{"data": [{"index": 1, "probs": [0.5]}, {"index": 0, "probs": [-2.0]}]}'
 DESCRIBED = b'{"vocabulary": 8, "rows": 8, "weights": "0a1b"}'
-ADAPTER = (
-    b'{"peft_type": "LORA", "base_model_name_or_path": "b", "target_modules": ["q_proj"], "bias": "none"}'
-)
+ADAPTER = b'{"peft_type": "LORA", "base_model_name_or_path": "b", "target_modules": ["q_proj"]}'
 CONFIG = write_yaml(SETTINGS, public=True).encode()
 AS_JSON = [json.dumps(yaml.safe_load(each)).encode() for each in (RECIPE, CONFIG)]  # which is YAML
 NOT_A_REPLY = (CallFailed, OSError)

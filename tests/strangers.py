@@ -21,9 +21,8 @@ def run(
     *command: object, cwd: Path, expect: int | None = 0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command with a clean PYTHONPATH, and check its exit status unless `expect` is None."""
-    inherited = {
-        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SMOPD"))
-    }
+    ours = ("PYTHON", "SMOPD")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     done = subprocess.run(
         [str(word) for word in command], cwd=cwd, env=inherited | environment, capture_output=True, text=True
     )

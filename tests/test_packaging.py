@@ -138,12 +138,10 @@ def test_the_sdist_holds_what_a_clone_holds(built: Path, tmp_path: Path) -> None
         # Python has the filter since 3.10.12 and 3.11.4.
         opened.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     (unpacked,) = tmp_path.iterdir()
-    files = {
-        path.relative_to(unpacked) for path in unpacked.rglob("*") if path.is_symlink() or path.is_file()
-    }
-    made = {
-        path for path in files if path.name in ("PKG-INFO", "setup.cfg") or "smopd.egg-info" in path.parts
-    }
+    found = (path for path in unpacked.rglob("*") if path.is_symlink() or path.is_file())
+    files = {path.relative_to(unpacked) for path in found}
+    kinds = ("PKG-INFO", "setup.cfg")
+    made = {path for path in files if path.name in kinds or "smopd.egg-info" in path.parts}
     assert files - made == {path for path in sources() if not path.parts[0].startswith(".")} - made
     for room in ("kernels", "engine"):
         assert (unpacked / "smopd" / room).readlink() == Path("..") / room

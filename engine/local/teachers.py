@@ -121,9 +121,8 @@ def load_teachers(
         place = same_place(adapter.base if adapter else path)
         if place not in loaded:
             loaded[place] = load_model(adapter.base if adapter else path, dtype, device)
-        teachers.append(
-            LocalTeacher(loaded[place], attach(loaded[place], adapter, f"teacher{i}") if adapter else None)
-        )
+        attached = attach(loaded[place], adapter, f"teacher{i}") if adapter else None
+        teachers.append(LocalTeacher(loaded[place], attached))
     return LocalTeachers(teachers, packing, vocabulary, tokens)
 
 

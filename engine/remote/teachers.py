@@ -129,26 +129,21 @@ class RemoteTeachers(Dropping):
         vocabulary, rows, weights = described
         text = Request("/tokenize", json={"prompt": self.probe.text, "add_special_tokens": False})
         if servers.ask(url, text, lambda answer: tuple(answer.json()["tokens"])) != self.probe.token_ids:
-            raise UnusableModel(
-                f"{name} has another tokenizer than the student; expected a teacher of one family"
-            )
+            raise UnusableModel(f"{name} has another tokenizer than the student, expected one of its family")
         if rows < self.probe.tokens:
             raise UnusableModel(f"{name} has {rows} rows, the student has {self.probe.tokens} tokens")
         self.rows = min(self.rows, rows)
         if vocabulary != self.vocabulary:
-            raise UnusableModel(
-                f"{name} was started for a vocabulary of {vocabulary}, expected the student's "
-                f"{self.vocabulary} (--vocabulary)"
-            )
+            expected = f"expected the student's {self.vocabulary} (--vocabulary)"
+            raise UnusableModel(f"{name} was started for a vocabulary of {vocabulary}, {expected}")
         known = self.digests.setdefault(m, weights)
         if weights != known:
             raise ServerUnavailable(f"holds weights {weights}, the teacher's first server holds {known}")
         ids = self.probe.token_ids
         trial = Rollout(ids[:1], torch.tensor(ids[-1:]), torch.zeros(1), 0, True)
         try:
-            servers.ask(
-                url, self._score_request(m, [trial], self.kappa, self.temperature), lambda answer: None
-            )
+            request = self._score_request(m, [trial], self.kappa, self.temperature)
+            servers.ask(url, request, lambda answer: None)
         except ServerUnavailable as error:
             if error.cause != "refused":
                 raise

@@ -103,9 +103,7 @@ class VllmRollout:
 
     def _rollout(self, sample: Sample, output: Any) -> Rollout:
         if output.finish_reason not in ("stop", "length"):
-            raise RuntimeError(
-                f"generate: vLLM ended a response of group {sample.group} by {output.finish_reason!r}"
-            )
+            raise RuntimeError(f"generate: vLLM ended one (group {sample.group}): {output.finish_reason!r}")
         flat = output.logprobs
         return Rollout(
             sample.prompt,

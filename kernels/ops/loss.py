@@ -69,9 +69,8 @@ _SETTING_TYPES = {"float": "float", "float | None": "float?", "int": "SymInt", "
 
 
 def _objective_schema() -> str:
-    columns = [
-        f"Tensor{'' if field.default is MISSING else '?'} {field.name}" for field in fields(LossTokens)
-    ]
+    optional = {field.name: field.default is not MISSING for field in fields(LossTokens)}
+    columns = [f"Tensor{'?' * missing} {name}" for name, missing in optional.items()]
     options = [f"{_SETTING_TYPES[str(field.type)]} {field.name}" for field in fields(LossSettings)]
     return ", ".join(columns + options)
 

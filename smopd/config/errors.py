@@ -96,9 +96,8 @@ def kind(schema: Schema) -> str:
 def is_setting(keys: tuple[str, ...]) -> bool:
     """Return whether `keys` names a value, not a section or a list entry."""
     entries = [schemas().get((*keys, "N"), {}), schemas().get((*keys, "NAME"), {}), schemas()[keys]]
-    return (
-        not any("properties" in schema for schema in entries) and keys[-1] != "N" and not keys[-1].isdigit()
-    )
+    in_a_list = keys[-1] == "N" or keys[-1].isdigit()
+    return not in_a_list and not any("properties" in schema for schema in entries)
 
 
 def _known(keys: Keys) -> tuple[str, ...] | None:

@@ -21,7 +21,5 @@ def renamed(keys: Keys, value: Any) -> str | None:
     if path.endswith(("merge.method", "opd.support", "opd.target")) and value == "product":
         return "product was removed; use merge.method weights, which did as well"
     if keys[:1] == ("runs",) and keys[2:] == ("init",) and isinstance(value, dict):
-        return (
-            "must be the name of a run; for a weight merge use stage: merge and set: {merge: {models: ...}}"
-        )
+        return "must be a run's name; for a weight merge use stage: merge and set: {merge: {models: ...}}"
     return ANSWERS.get(path)

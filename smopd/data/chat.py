@@ -26,9 +26,7 @@ def read_messages(value: Sequence[Any]) -> tuple[Message, ...]:
     messages = []
     for number, given in enumerate(value):
         if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
-            raise ValueError(
-                f"message {number} is {str(given)[:60]!r}, expected an object with role and content"
-            )
+            raise ValueError(f"message {number} is {str(given)[:60]!r}, expected an object with a role")
         message = {name: field for name, field in given.items() if field is not None}
         if message.get("tool_calls"):
             message.setdefault("content", None)

@@ -220,9 +220,7 @@ def load_prompts(
         raise ValueError(f"{source}: the data set is empty")
     if not kept:
         too_long = f", {dropped} of more than {max_prompt_tokens} tokens" if dropped else ""
-        raise ValueError(
-            f"{source}: none of {len(rows)} rows is left: {mapped_out} left out by map{too_long}"
-        )
+        raise ValueError(f"{source}: no row of {len(rows)} is left: {mapped_out} left out by map{too_long}")
     if "tools" in columns and "tools" not in str(tokenizer.chat_template):
         log.warning("%s: rows have tools, which the tokenizer's chat template leaves out", source)
     prompts = _OnAccess(len(kept), lambda i: encoder.prompt(kept[i], rows[kept[i]] or {}))

@@ -156,9 +156,7 @@ def _engine(command: Evaluation, end_ids: tuple[int, ...], longest: int) -> Roll
     from smopd.engine.vllm.rollout import LOWEST_TEMPERATURE, VllmRollout
 
     if 0 < command.temperature < LOWEST_TEMPERATURE:
-        raise ValueError(
-            f"--temperature is {command.temperature}, expected 0 or {LOWEST_TEMPERATURE} or more"
-        )
+        raise ValueError(f"--temperature is {command.temperature}, expected 0 or >= {LOWEST_TEMPERATURE}")
     engine_kwargs = {
         "dtype": str(dtype).removeprefix("torch."),
         "max_model_len": longest + command.max_new_tokens,

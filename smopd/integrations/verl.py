@@ -300,9 +300,8 @@ async def compute_teacher_logprobs_single(
         raise ValueError(f"teacher_weights names {sorted(weights)}, expected the configured teachers {keys}")
     log_alpha = log_weights([weights[key] for key in keys])
     kwargs.pop("routing_key", None)
-    answers = await asyncio.gather(
-        *(ask(self, sequence_ids, *args, routing_key=key, **kwargs) for key in keys)
-    )
+    calls = (ask(self, sequence_ids, *args, routing_key=key, **kwargs) for key in keys)
+    answers = await asyncio.gather(*calls)
     ids_NMS, logps_NMS = (torch.stack(column, dim=1) for column in zip(*answers, strict=True))
     merge = getattr(settings, "merge", True)
     mixture = teacher_mixture(ids_NMS, logps_NMS, log_alpha, settings.topk, merge=merge)

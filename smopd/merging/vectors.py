@@ -192,9 +192,7 @@ class Lora:
     def require_like(self, base: ModelFiles, tied: Mapping[str, str]) -> None:
         """Raise ValueError if this is not an adapter of the base."""
         if same_place(self.base) != same_place(base.path):
-            raise ValueError(
-                f"{self.path}: is an adapter of {self.base}, expected one of the base {base.path}"
-            )
+            raise ValueError(f"{self.path}: is an adapter of {self.base}, expected one of {base.path}")
         for layer, (a_rD, b_Dr) in self.halves.items():
             expected, has = (len(b_Dr), a_rD.shape[1]), base.shapes.get(f"{layer}.weight", "no such tensor")
             if has != expected:

@@ -283,9 +283,8 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
     teachers = build.teacher_engine(settings, frozen, tokenizer, student.vocabulary, device)
     digests = {f"teacher {m}": found for m, found in getattr(teachers, "digests", {}).items()}
     loaded = {f"runs.{run.name}.servers": digests, **hub_commits(context.settings)}
-    distributed.on_rank0(
-        lambda: compare_inputs(context.folder, context.settings, loaded, change=context.change)
-    )
+    recipe, change = context.settings, context.change
+    distributed.on_rank0(lambda: compare_inputs(context.folder, recipe, loaded, change=change))
     reference = None
     if settings.kl_ref.coef > 0:
         reference = held_already(path, path, student, teachers) or build.teacher_engine(

@@ -144,9 +144,8 @@ class ApiBank(Suite):
         found: dict[str, float | None] = {}
         for prefix, every, passed, kind, kinds in TABLES if self.judge is not None else TABLES[:1]:
             for level, part in {**parts, every: scores}.items():
-                found[prefix + level] = (
-                    sum(bool(score[passed]) for score in part) / len(part) if part else None
-                )
+                right = sum(bool(score[passed]) for score in part)
+                found[prefix + level] = right / len(part) if part else None
                 for name in kinds:
                     key = prefix + name if level == every else f"{prefix}{name}/{level}"
                     found[key] = sum(score[kind] == name for score in part)

@@ -39,9 +39,8 @@ def functions(path: Path) -> dict[str, int]:
     names = subprocess.run(["nm", path], capture_output=True, text=True).stdout
     sections = subprocess.run(["objdump", "-h", path], capture_output=True, text=True, check=True).stdout
     address, offset = (int(x, 16) for x in re.findall(r" \.text +\w+ +(\w+) +\w+ +(\w+)", sections)[0])
-    return {
-        name: int(at, 16) - address + offset for at, name in re.findall(r"(?m)^(\w+) [tTiW] (\S+)$", names)
-    }
+    found = re.findall(r"(?m)^(\w+) [tTiW] (\S+)$", names)
+    return {name: int(at, 16) - address + offset for at, name in found}
 
 
 def with_clone(path: Path, chosen: str) -> bytes:

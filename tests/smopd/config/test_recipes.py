@@ -127,9 +127,8 @@ def test_the_recipes_say_what_the_paper_says(recipe: str) -> None:
         assert own.loss.anchor_coef == (0.0 if name == "opd_only" else 1.0)
         assert own.merge.method == ("weights" if name == "guarded_merge" else "published")
         suffix = "_lora" if name == "smopd_lora_teachers" else ""
-        assert [each.model for each in own.teachers.models] == [
-            f"{each}{suffix}" for each in teachers(recipe)
-        ]
+        models = [f"{each}{suffix}" for each in teachers(recipe)]
+        assert [each.model for each in own.teachers.models] == models
 
 
 def test_alpaca_rows_become_prompts() -> None:

@@ -224,7 +224,7 @@ def test_map_leaves_rows_out_and_keeps_source_numbers(tokenizer):
     with pytest.raises(ValueError, match="the data set is empty"):
         load_prompts(f"{HERE}:no_rows", tokenizer)
     limits = {"map": f"{HERE}:odd_ones", "max_prompt_tokens": 2}
-    with pytest.raises(ValueError, match="none of 3 rows is left: 2 left out by map, 1 of more than 2 tok"):
+    with pytest.raises(ValueError, match="no row of 3 is left: 2 left out by map, 1 of more than 2 tok"):
         load_prompts(f"{HERE}:some_rows", tokenizer, **limits)
 
 
@@ -280,7 +280,7 @@ def test_evaluation_prompts_have_a_limit_of_their_own_and_are_never_dropped(writ
         ({"prompt": None}, "row 1: column 'prompt' is None, expected a text or a list of chat messages"),
         ({"prompt": []}, r"row 1: column 'prompt': the last message is empty, expected a text"),
         ({"promt": "a"}, r"row 1 has no column 'prompt'; did you mean promt\?; it has 'promt'"),
-        ({"prompt": ["call"]}, "row 1: column 'prompt': message 0 is 'call', expected an object with role"),
+        ({"prompt": ["call"]}, "row 1: column 'prompt': message 0 is 'call', expected an object with a"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
             "message 0 has the part .*'image'.*, expected parts of text",
