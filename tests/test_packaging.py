@@ -110,15 +110,6 @@ def test_a_clone_that_is_not_installed(checkout: Path) -> None:
     assert packages(sys.executable, checkout, TRANSFORMERS) == {checkout / "smopd"}
 
 
-def test_an_editable_install(checkout: Path, tmp_path: Path) -> None:
-    fresh = shutil.copytree(checkout, tmp_path / "fresh", symlinks=True)
-    python = bare_environment(tmp_path / "environment")
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", *PIP_OPTIONS]
-    run(*pip, "-e", fresh, cwd=tmp_path, SMOPD_BUILD_EXT="0")
-    either = {fresh / "smopd", fresh}  # fresh/kernels is the same folder
-    assert packages(python, tmp_path, TRANSFORMERS) <= either
-
-
 def test_the_wheel_is_complete_and_changes_no_other_program(wheel: Path, checkout: Path) -> None:
     """No entry points of other programs, which would load our code."""
     with zipfile.ZipFile(wheel) as archive:

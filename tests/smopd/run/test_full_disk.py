@@ -55,6 +55,7 @@ with distributed.process_group() as device:
     student = Student(model, TrainSettings(compute_dtype="float32"), device)
     checkpoints, log = Checkpoints(disk / "checkpoints", 1), JsonlLog(disk / "metrics.jsonl")
     log.write({"step": 1})
+    (disk / "id").write_text("run")
     written = {
         "export": lambda: export(student, tokenizer, disk / "export", torch.float32),
         "step_00000001": lambda: checkpoints.save(1, student),
