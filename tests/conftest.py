@@ -33,6 +33,8 @@ FIRST = (
     "test_vllm_sync.py",
     "test_vllm_remote.py",
     "test_deepspeed.py",
+    "test_vllm_rollout.py",
+    "test_vllm_teachers.py",
 )
 MAX_THREADS = 2  # tensors in tests are small: more threads are slower
 

@@ -1,10 +1,12 @@
-"""Sampling with vLLM: log-probabilities, draws, seeds, ends, limits. Greedy tokens: test_vllm_sync.py."""
+"""Sampling with vLLM: log-probabilities, draws, seeds, ends, limits, and the end of an engine's process."""
 
 from __future__ import annotations
 
 import logging
 import os
 import random
+import signal
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -15,10 +17,13 @@ import torch.distributed as dist
 pytest.importorskip("vllm")
 
 from smopd.engine import distributed
+from smopd.engine.process import below, runs
 from smopd.engine.settings import Vllm
 from smopd.engine.types import Rollout, Sampling
 from smopd.engine.vllm.rollout import VllmRollout
 from tests.engine.tiny import END, assert_sampled_by, tiny_model
+from tests.patience import HANG_SECONDS
+from tests.ranks import forked
 
 KWARGS = {"kv_cache_memory_bytes": 32 << 20, "max_model_len": 64}
 SETTINGS = Vllm(engine_kwargs=KWARGS)
@@ -152,3 +157,45 @@ def test_the_next_run_takes_the_engine_with_its_own_weights(rollouts, tmp_path):
     assert other.engine is rollouts.engine
     made = other.generate(PROMPTS, GROUPS, Sampling(temperature=0.0, max_new_tokens=8))
     assert_sampled_by(tiny_model(seed=2), made)
+
+
+CALLER = """
+import os, signal, sys
+from smopd.engine.settings import Vllm
+from smopd.engine.types import Sampling
+from smopd.engine.vllm.rollout import VllmRollout
+from tests.engine.tiny import END
+if __name__ == "__main__":
+    os.setsid()
+    kwargs = {"kv_cache_memory_bytes": 32 << 20, "max_model_len": 64}
+    rollouts = VllmRollout(sys.argv[1], [END], Vllm(placement="process", engine_kwargs=kwargs))
+    signal.signal(signal.SIGINT, lambda *_: print("asked to end", flush=True))
+    print("made", flush=True)
+    signal.pause()
+    made = rollouts.generate([(5, 9, 11)], [0], Sampling(temperature=0.0, max_new_tokens=4))
+    print(len(made), "sampled", flush=True)
+    signal.pause()
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_outlives_a_terminals_interrupt_and_ends_with_a_caller_that_is_killed(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    script, out, log = (tmp_path / name for name in ("caller.py", "out", "log"))
+    script.write_text(CALLER)
+    deadline = time.monotonic() + HANG_SECONDS
+
+    def wait_for(line: str) -> None:
+        while line not in out.read_text():
+            assert caller.is_alive() and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+
+    with forked(1, str(script), str(tmp_path), cwd=tmp_path, output=[out, log]) as (caller,):
+        wait_for("made\n")
+        engines = below(caller.pid)
+        assert engines
+        os.killpg(caller.pid, signal.SIGINT)
+        wait_for("asked to end\n1 sampled\n")
+    while any(runs(process) for process in engines):
+        assert time.monotonic() < deadline, engines
+        time.sleep(0.2)

@@ -18,7 +18,6 @@ import torch
 pytest.importorskip("vllm")
 
 from smopd.engine.errors import NoServer
-from smopd.engine.process import below, runs
 from smopd.engine.protocols import RolloutEngine
 from smopd.engine.settings import TrainSettings, Vllm
 from smopd.engine.student.student import Student
@@ -40,7 +39,6 @@ from tests.engine.vllm.vllm_worker import (
     save_models,
 )
 from tests.patience import HANG_SECONDS
-from tests.ranks import forked
 
 SETTINGS = Vllm(engine_kwargs={"kv_cache_memory_bytes": 32 << 20, "max_model_len": 256})
 ALONE = SETTINGS.model_copy(update={"placement": "process"})
@@ -161,48 +159,6 @@ def test_an_engine_in_its_own_process_takes_weights_and_its_end_is_an_error(engi
     assert told.get(timeout=HANG_SECONDS).startswith("vLLM: the engine's own process has ended")
     with pytest.raises(NoServer):
         rollouts.load_weights(model.state_dict().items(), version=8)
-
-
-CALLER = """
-import os, signal, sys
-from smopd.engine.settings import Vllm
-from smopd.engine.types import Sampling
-from smopd.engine.vllm.rollout import VllmRollout
-from tests.engine.tiny import END
-if __name__ == "__main__":
-    os.setsid()
-    kwargs = {"kv_cache_memory_bytes": 32 << 20, "max_model_len": 64}
-    rollouts = VllmRollout(sys.argv[1], [END], Vllm(placement="process", engine_kwargs=kwargs))
-    signal.signal(signal.SIGINT, lambda *_: print("asked to end", flush=True))
-    print("made", flush=True)
-    signal.pause()
-    made = rollouts.generate([(5, 9, 11)], [0], Sampling(temperature=0.0, max_new_tokens=4))
-    print(len(made), "sampled", flush=True)
-    signal.pause()
-"""
-
-
-@pytest.mark.slow
-def test_an_engine_outlives_a_terminals_interrupt_and_ends_with_a_caller_that_is_killed(tmp_path):
-    tiny_model().save_pretrained(tmp_path)
-    script, out, log = (tmp_path / name for name in ("caller.py", "out", "log"))
-    script.write_text(CALLER)
-    deadline = time.monotonic() + HANG_SECONDS
-
-    def wait_for(line: str) -> None:
-        while line not in out.read_text():
-            assert caller.is_alive() and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
-
-    with forked(1, str(script), str(tmp_path), cwd=tmp_path, output=[out, log]) as (caller,):
-        wait_for("made\n")
-        engines = below(caller.pid)
-        assert engines
-        os.killpg(caller.pid, signal.SIGINT)
-        wait_for("asked to end\n1 sampled\n")
-    while any(runs(process) for process in engines):
-        assert time.monotonic() < deadline, engines
-        time.sleep(0.2)
 
 
 @pytest.mark.slow
