@@ -55,7 +55,10 @@ def process_group() -> Iterator[torch.device]:
     if owned:
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=_SET_UP)
+            try:
+                dist.init_process_group(backend, timeout=_SET_UP)
+            except ValueError as error:
+                raise SystemExit(f"error: RANK is set: {error}; use torchrun, or unset RANK") from None
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:

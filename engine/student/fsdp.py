@@ -124,9 +124,8 @@ def _grid(shard_size: int | None, device: torch.device) -> DeviceMesh | None:
         return None
     if ranks % shard_size:
         raise ValueError(f"shard_size: got {shard_size}, expected a divisor of the {ranks} ranks")
-    return init_device_mesh(
-        device.type, (ranks // shard_size, shard_size), mesh_dim_names=("replica", "shard")
-    )
+    shape = (ranks // shard_size, shard_size)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replica", "shard"))
 
 
 def _shard(policy: Policy, settings: TrainSettings, device: torch.device) -> Policy:

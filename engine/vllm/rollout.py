@@ -132,9 +132,8 @@ def sampling_parameters(sampling: Sampling, sample: Sample, end_ids: Sequence[in
 def samples_of(prompts: Sequence[Sequence[int]], groups: Sequence[int], sampling: Sampling) -> list[Sample]:
     """List the responses to draw; raises ValueError for a temperature that vLLM would change."""
     if 0 < sampling.temperature < LOWEST_TEMPERATURE:
-        raise ValueError(
-            f"generate: temperature {sampling.temperature}, expected 0 or at least {LOWEST_TEMPERATURE}"
-        )
+        expected = f"expected 0 or at least {LOWEST_TEMPERATURE}"
+        raise ValueError(f"generate: temperature {sampling.temperature}, {expected}")
     return [
         Sample(tuple(prompt), group, number)
         for prompt, group in zip(prompts, groups, strict=True)

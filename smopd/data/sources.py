@@ -75,14 +75,12 @@ def _read_files(path: Path) -> Sequence[Row]:
     matching = sorted(glob.glob(str(path), recursive=True))
     paths = [path] if path.is_file() else [*map(Path, matching)]
     if not paths:
-        raise FileNotFoundError(
-            f"load_rows: no file {str(path)!r} (looked for {path.absolute()}); a source is {SOURCE_FORMS}"
-        )
+        there = f"(looked for {path.absolute()}); a source is {SOURCE_FORMS}"
+        raise FileNotFoundError(f"load_rows: no file {str(path)!r} {there}")
     kinds = {next((end for end in FILE_SUFFIXES if each.name.endswith(end)), each.suffix) for each in paths}
     if unknown := kinds - {*FILE_SUFFIXES}:
-        raise ValueError(
-            f"load_rows: file {str(path)!r} ends with {unknown.pop()!r}; a source is {SOURCE_FORMS}"
-        )
+        kind = unknown.pop()
+        raise ValueError(f"load_rows: file {str(path)!r} ends with {kind!r}; a source is {SOURCE_FORMS}")
     if len(kinds) > 1:
         raise ValueError(f"load_rows: {str(path)!r} matches files of the kinds {sorted(kinds)}, expected one")
     kind = kinds.pop()

@@ -139,7 +139,10 @@ def test_no_more_ranks_than_gpus(gpus: int, ranks: int, monkeypatch, capsys) -> 
     assert launch.with_processes(settings).processes == 4, "torchrun ignores it"
 
 
-def test_a_rank_without_a_gpu_is_told(monkeypatch) -> None:
+def test_a_rank_without_a_launcher_or_a_gpu_is_told(monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit, match=r"error: RANK is set: .*WORLD_SIZE expected"), process_group():
+        pass
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
