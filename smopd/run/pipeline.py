@@ -35,7 +35,6 @@ from smopd.engine.models.loading import (
 from smopd.engine.student.checkpoint import Checkpoints, export, require_whole, saved_steps
 from smopd.engine.student.optimizers import schedule
 from smopd.engine.types import Rollout, TeacherTopK
-from smopd.engine.weights.architecture import architecture_of
 from smopd.loop import Run, optimise
 from smopd.merging.guard import Starter
 from smopd.merging.vectors import TaskVectors
@@ -160,14 +159,14 @@ def try_recipe(command: Command) -> int:
 def try_model(
     settings: Settings, path: str, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, device: torch.device
 ) -> None:
-    """Compare the first run's engine with its trainer, if this machine has the engine and room for both."""
+    """Compare the first run's engine with its trainer, if the model's folder, engine and room are here."""
     own, on_gpu = settings.resolved(next(iter(settings.runs))), device.type == "cuda"
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with error_context("model"):
-        weights = sum(shape.numel() for shape in architecture_of(path).shapes.values())
     room = torch.cuda.mem_get_info()[0] if on_gpu else memory // 2
-    if own.rollout.urls or (own.rollout.engine == "vllm" and not on_gpu) or weights * 8 > room:
-        return say("the model's log-probabilities were not tried: its engine or room for it is not here")
+    stored = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+    if own.rollout.urls or (own.rollout.engine == "vllm" and not on_gpu) or not 0 < 4 * stored < room:
+        say("the model's log-probabilities were not tried: no folder, engine or room for it here")
+        return
     student = build.student(own, path, device)
     off = try_engine(build.rollout_engine(own, path, tokenizer, device, settings), student, prompt, own)
     say(f"the engine's log-probabilities on the first prompt are {off:.1g} nats from the trainer's")
