@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -43,6 +44,7 @@ def become(words: tuple[str, ...], variables: dict[str, str], cwd: Path, output:
     os.environ.update(variables)
     os.chdir(cwd)
     torch.set_num_threads(1)
+    forkserver._forkserver.ensure_running = lambda: None  # its own forks come from the server that runs
     try:
         if words[0] == "-m":
             sys.argv[:], sys.path[:0] = words[1:], [str(cwd)]

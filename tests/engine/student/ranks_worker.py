@@ -155,8 +155,8 @@ def check(folder: Path, kind: str, device: torch.device) -> None:
         an_unpacked_model_trains_as_transformers_computes_it(device)
         a_lora_student_gives_its_base_and_trains_as_if_it_had_not(make)
     else:
-        resumes_bit_for_bit(make, folder / "tied", tied=True, gradient_checkpointing=True)
-        resumes_bit_for_bit(make, folder / "bfloat16", compute_dtype="bfloat16")
+        options = {"tied": True, "gradient_checkpointing": True, "compute_dtype": "bfloat16"}
+        resumes_bit_for_bit(make, folder / "tied in bfloat16", **options)
         clips_as_fsdp2_does(make)
         masters_are_fp32_under_bfloat16(make)
 

@@ -7,14 +7,18 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 
+from smopd.engine.process import CALLER
 from tests.patience import HANG_SECONDS
 from tests.ranks import FORKS, ROOT, become, environment
 
@@ -68,14 +72,35 @@ class Process:
 
 
 def _serve(words: tuple[str, ...], log: Path) -> None:
-    """Become the server, whose engine is a fork of it: on a CPU vLLM would import everything once more."""
-    from vllm.utils import system_utils
-
+    """Become the server, whose engine is a fork of it."""
     os.setsid()
-    system_utils.multiprocessing = SimpleNamespace(get_context=lambda _: multiprocessing.get_context("fork"))
+    start_engines_by(multiprocessing.get_context("fork"))
     own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
     log.touch()
     become(words, environment() | own, ROOT, [log, log])
+
+
+def start_engines_by(context: BaseContext) -> None:
+    """Have vLLM start its processes in `context`: spawned ones, as on a CPU, import everything once more."""
+    from vllm.utils import system_utils
+
+    system_utils.multiprocessing = SimpleNamespace(get_context=lambda _: context)
+
+
+def fork_engines() -> None:
+    """Let engines in processes of their own be forks of the fork server, with this process's environment."""
+    context = copy(FORKS)
+    context.Process = lambda target, **options: FORKS.Process(
+        target=_engine, args=(target, dict(os.environ)), **options
+    )
+    start_engines_by(context)
+
+
+def _engine(target: Callable[..., None], variables: dict[str, str], **options: Any) -> None:
+    os.environ.clear()
+    os.environ.update(variables | {CALLER: str(os.getppid())})
+    start_engines_by(multiprocessing.get_context("fork"))
+    target(**options)
 
 
 def serve(model: Path, log: Path, *options: str, length: int = 64) -> Process:

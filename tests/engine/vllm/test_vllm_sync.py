@@ -28,6 +28,7 @@ from smopd.engine.weights import transport
 from smopd.engine.weights.transport import publish_weights
 from tests.engine.local.teacher_truth import check, whole_logprobs
 from tests.engine.tiny import END, assert_sampled_by, differ, tiny_model
+from tests.engine.vllm.served import fork_engines
 from tests.engine.vllm.vllm_worker import (
     KAPPA,
     PROMPTS,
@@ -125,6 +126,7 @@ def test_versions_increase(engine_of, device):
 @pytest.mark.slow
 def test_an_engine_in_its_own_process_takes_weights_and_its_end_is_an_error(engine_of, monkeypatch):
     monkeypatch.setattr(transport, "PART_BYTES", 20_000)  # several parts
+    fork_engines()
     rollouts = engine_of(ALONE, seed=0, tied=True)
     assert_sampled_by(tiny_model(seed=0, tied=True), greedy(rollouts))
     for seed in (5, 6):

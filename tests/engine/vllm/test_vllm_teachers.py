@@ -34,6 +34,7 @@ from tests.engine.local.teacher_truth import (
     widened,
 )
 from tests.engine.tiny import VOCABULARY, tiny_model, with_turns
+from tests.engine.vllm.served import fork_engines
 
 BOUND = 1e-3
 KWARGS = {"kv_cache_memory_bytes": 32 << 20, "enforce_eager": True}
@@ -179,6 +180,7 @@ def test_what_cannot_be_served_is_refused(serve, folder: Path, tmp_path: Path) -
 def test_teachers_in_a_process_of_their_own(serve, expected) -> None:
     """They take turns in one engine, so that it takes new weights too."""
     settings = SETTINGS.model_copy(update={"placement": "process"})
+    fork_engines()
     teachers = serve("untied", "other", settings=settings, engines=1)
     for _ in range(2):
         check(teachers.score(ROLLOUTS, 4, 0.7), [at(expected[n], 0.7) for n in ("untied", "other")], 4, BOUND)

@@ -27,6 +27,7 @@ from smopd.ops import LossSettings, LossTokens
 from smopd.worlds import toy_world
 from smopd.worlds.models import world_tokenizer
 from tests.engine.tiny import END, VOCABULARY, assert_sampled_by, differ, ragged_rollouts, tiny_model
+from tests.engine.vllm.served import fork_engines
 from tests.ranks import on_ranks
 
 PROMPTS = [(5, 9, 11), (7,), (20, 21, 22, 23, 24, 25), (30, 31), (40,)]
@@ -100,6 +101,7 @@ def assert_followed(ranks: list[dict], old: PreTrainedModel, new: PreTrainedMode
 def main() -> None:
     folder, urls = Path(sys.argv[1]), sys.argv[3:]
     results: dict[str, Any] = {}
+    fork_engines()
     with distributed.process_group() as device:
         for given in json.loads(sys.argv[2]):
             results |= sampled_and_scored(folder, Vllm.model_validate(given), urls, device)

@@ -8,6 +8,7 @@ import pytest
 
 from smopd import evaluate
 from smopd.worlds.models import world_model
+from tests.engine.vllm.served import fork_engines
 
 pytest.importorskip("vllm")
 
@@ -20,6 +21,7 @@ def test_both_engines_give_the_same_greedy_responses(tmp_path):
     data = tmp_path / "items.jsonl"
     data.write_text(json.dumps(row) + "\n")
     kept = {}
+    fork_engines()
     for engine in ("local", "vllm"):
         arguments = ["--data", str(data), "--output", str(tmp_path / engine), "--max-new-tokens", "8"]
         evaluate.main(["rlla", "--model", str(tmp_path / "model"), "--engine", engine, *arguments])
