@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import runpy
@@ -43,6 +44,7 @@ def become(words: tuple[str, ...], variables: dict[str, str], cwd: Path, output:
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(cwd)
+    gc.freeze()  # a collection would copy all that is imported
     torch.set_num_threads(1)
     forkserver._forkserver.ensure_running = lambda: None  # its own forks come from the server that runs
     try:

@@ -21,7 +21,7 @@ from tests.ranks import ROOT, on_ranks
 WORLD = "smopd.worlds.toy_world:prompts"
 TINY: dict[str, Any] = {
     "name": "tiny",
-    "model": {"factory": "smopd.worlds.models:world_model"},
+    "model": {"factory": "smopd.worlds.models:world_model", "kwargs": {"layers": 1}},
     "data": {
         "train": {"source": WORLD, "kwargs": {"n": 40, "seed": 1}},
         "evaluation": {"source": WORLD, "kwargs": {"n": 6, "seed": 2, "split": "heldout"}},

@@ -33,6 +33,7 @@ def vowels(prompts, completions, **columns):
     return [sum(letter in "aeiou" for letter in text) / max(len(text), 1) for text in completions]
 """
 TAUGHT: dict[str, Any] = {
+    "model": {"kwargs": {"layers": 2}},
     "rewards": [
         {"name": "accuracy", "function": "two_rewards:short", "range": [-3, 3]},
         {"name": "format", "function": "two_rewards:vowels", "range": [0, 1]},
