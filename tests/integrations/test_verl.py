@@ -123,12 +123,8 @@ def distillation(loss_config: Any) -> SimpleNamespace:
 
 def host_config(**settings: Any) -> Any:
     """verl's forward_kl_topk, supervised and without a maximum."""
-    chosen = {
-        "loss_mode": "forward_kl_topk",
-        "topk": S,
-        "use_policy_gradient": False,
-        "use_task_rewards": False,
-    }
+    chosen = {"loss_mode": "forward_kl_topk", "topk": S}
+    chosen |= {"use_policy_gradient": False, "use_task_rewards": False}
     clamps = {"loss_max_clamp": None, "log_prob_min_clamp": None}
     return smopd_verl.worker_config.DistillationLossConfig(**{**chosen, **clamps, **settings})
 

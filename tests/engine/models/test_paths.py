@@ -48,12 +48,8 @@ CHECKPOINTED = ("opt", "gemma3", "lfm2")
 def test_training_computes_what_transformers_does(name, device):
     """The batch mixes short and long sequences."""
     model = family(name)
-    options = {
-        "max_grad_norm": 1e9,
-        "micro_batch_tokens": 600,
-        "gradient_checkpointing": name in CHECKPOINTED,
-    }
-    student = Student(deepcopy(model), settings_of(**options), device)
+    options = {"max_grad_norm": 1e9, "gradient_checkpointing": name in CHECKPOINTED}
+    student = Student(deepcopy(model), settings_of(**options, micro_batch_tokens=600), device)
     assert student.layout.attends == PATHS[name]
     update = student.update(ROLLOUTS, loss_tokens(ROLLOUTS), NLL)
     with native_attention(model):

@@ -85,11 +85,8 @@ def says(status, content=b"no"):
     return lambda path, body: (200, b"") if path == "/health" else (status, content)
 
 
-UNREADABLE = {
-    "no key": KeyError("no"),
-    "deep": RecursionError("deep"),
-    "unfit": ServerUnavailable("holds other weights"),
-}
+UNREADABLE = {"no key": KeyError("no"), "deep": RecursionError("deep")}
+UNREADABLE["unfit"] = ServerUnavailable("holds other weights")
 
 
 def read(url, answer, item):

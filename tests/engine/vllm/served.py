@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -90,9 +91,8 @@ def start_engines_by(context: BaseContext) -> None:
 def fork_engines() -> None:
     """Let engines in processes of their own be forks of the fork server, with this process's environment."""
     context = copy(FORKS)
-    context.Process = lambda target, **options: FORKS.Process(
-        target=_engine, args=(target, dict(os.environ)), **options
-    )
+    own = partial(FORKS.Process, target=_engine)
+    context.Process = lambda target, **options: own(args=(target, dict(os.environ)), **options)
     start_engines_by(context)
 
 

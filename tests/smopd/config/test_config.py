@@ -39,10 +39,8 @@ def mistakes(folder: Path, words: str) -> list[str]:
 
 
 def test_a_run_takes_its_own_settings_and_leaves_the_others_alone() -> None:
-    runs = {
-        "one": {"stage": "train", "set": {"opd": {"kappa": 4, "gate": {"floor": 0.1}}}},
-        "two": {"stage": "train"},
-    }
+    own = {"opd": {"kappa": 4, "gate": {"floor": 0.1}}}
+    runs = {"one": {"stage": "train", "set": own}, "two": {"stage": "train"}}
     whole = settings(runs=runs, opd={"kappa": 8, "tail": True})
     one, two = whole.resolved("one"), whole.resolved("two")
     assert (one.opd.kappa, one.opd.gate.floor, one.opd.tail) == (4, 0.1, True)

@@ -195,10 +195,8 @@ def test_a_users_function_costs_no_step_and_a_tracker_no_run(tmp_path, caplog, a
     if at == 1:
         text = rf"{here}:estimator raised KeyError: 'gone' \(.*test_ended\.py, line \d+\)"
         assert re.fullmatch(text, str(ended.value))
-    assert (
-        CALLS.count("log") == 1
-        and caplog.text.count("Broken failed and gets no more values: OSError('the") == 2
-    )
+    assert CALLS.count("log") == 1
+    assert caplog.text.count("Broken failed and gets no more values: OSError('the") == 2
     found = trained(tmp_path / "run")
     assert all(found[name].equal(expected[name]) for name in expected)
 
