@@ -139,10 +139,8 @@ def _load(path: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, nn.Lin
             output_loading_info=True,
         )
     model, report = found
-    mistakes = [
-        f"{key} has shape {tuple(stored)}, expected {tuple(ours)}"
-        for key, stored, ours in report["mismatched_keys"]
-    ]
+    sizes = report["mismatched_keys"]
+    mistakes = [f"{key} has shape {tuple(stored)}, expected {tuple(ours)}" for key, stored, ours in sizes]
     if not isinstance(getattr(model, "score", None), nn.Linear):
         mistakes.append("has no linear head `score` over single tokens")
     mistakes += [f"its files lack {key}" for key in sorted(report["missing_keys"])]

@@ -85,6 +85,8 @@ class Optimiser(Section):
     adam_eps: float = Field(default=1e-8, gt=0)
     warmup_steps: int = Field(default=0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
+    router_aux_loss_coef: float = Field(default=0.0, ge=0)
+    """Weight of a mixture of experts' load-balancing loss, over the responses of each micro-batch."""
     compute_dtype: Dtype = "bfloat16"
     compile: bool = False
     """torch.compile of each decoder layer."""

@@ -133,9 +133,8 @@ def check_loss_tokens(op: str, tokens: LossTokens, settings: LossSettings, like:
     if tokens.reverse_adv_N is not None and tokens.kl_weight_N is None and tokens.reverse_weight_N is None:
         raise ValueError(f"{op}: reverse_weight_N and kl_weight_N are None with reverse_adv_N, expected one")
     if settings.entropy_coef != 0.0 and tokens.ent_weight_N is None:
-        raise ValueError(
-            f"{op}: ent_weight_N is None with entropy_coef {settings.entropy_coef}, expected (N,)"
-        )
+        text = f"ent_weight_N is None with entropy_coef {settings.entropy_coef}"
+        raise ValueError(f"{op}: {text}, expected (N,)")
 
 
 def check_rewards(op: str, rewards_RK: Any, group_R: Any, options: AdvantageOptions) -> None:

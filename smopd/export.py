@@ -66,9 +66,8 @@ def export_checkpoint(options: Options) -> int:
         raise ValueError(f"--step: got {options.step} and --best {options.best}, expected one of them")
     settings = saved_settings(folder)
     if name not in settings.runs:
-        raise ValueError(
-            f"{options.run} is no run{nearest(name, settings.runs)}; there are {[*settings.runs]}"
-        )
+        hint = nearest(name, settings.runs)
+        raise ValueError(f"{options.run} is no run{hint}; there are {[*settings.runs]}")
     kept = saved_steps(options.run / "checkpoints")
     step = options.step
     if options.best is not None:

@@ -5,6 +5,8 @@ Shapes: N response tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from smopd.engine.models.attention import decoder_inputs, reset_rope
 from smopd.engine.models.loading import decoder_of, logit_cap, logit_factor
@@ -30,11 +33,16 @@ class Head:
     weight_VD: Tensor
     bias_V: Tensor | None = None
     cap: float | None = None
+    router_loss: Tensor | None = None
 
     def loss(self, hidden_ND: Tensor, tokens: LossTokens, settings: LossSettings) -> tuple[Tensor, LossStats]:
         if self.cap is not None:
-            return smopd_loss(self.logits(hidden_ND), tokens, settings)
-        return linear_smopd_loss(hidden_ND, self.weight_VD, tokens, settings, bias_V=self.bias_V)
+            loss, stats = smopd_loss(self.logits(hidden_ND), tokens, settings)
+        else:
+            loss, stats = linear_smopd_loss(hidden_ND, self.weight_VD, tokens, settings, bias_V=self.bias_V)
+        if self.router_loss is not None:
+            loss = loss + self.router_loss * tokens.pg_weight_N.sum()  # of all micro-batches 1
+        return loss, stats
 
     def topk(self, hidden_ND: Tensor, kappa: int, token_ids_N: Tensor, temperature: float) -> TopK:
         options: dict[str, Any] = {"token_ids_N": token_ids_N, "temperature": temperature}
@@ -53,10 +61,24 @@ def head(model: PreTrainedModel) -> Head:
     return Head(output.weight, getattr(output, "bias", None), logit_cap(model.config.get_text_config()))
 
 
-def response_hidden(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
-    """Return the (N, D) final hidden states of the response tokens, scaled and cast for the head."""
+def decode(model: PreTrainedModel, batch: TokenBatch, **options: Any) -> ModelOutput:
+    """Return the output of the model without its head."""
     reset_rope(model)
-    states = decoder_of(model)(**decoder_inputs(model, batch), use_cache=False).last_hidden_state
+    return decoder_of(model)(**decoder_inputs(model, batch), use_cache=False, **options)
+
+
+def router_loss(model: PreTrainedModel) -> Callable[[tuple[Tensor, ...]], Tensor] | None:
+    """Return the family's load-balancing loss of (N, experts) logits of each layer, or None without one."""
+    loss = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    config = model.config.get_text_config()
+    names = ("num_experts", "num_experts_per_tok")
+    sizes = [getattr(model, name, None) or getattr(config, name, None) for name in names]
+    return (lambda logits: loss(logits, *sizes)) if loss and all(sizes) else None
+
+
+def response_hidden(model: PreTrainedModel, batch: TokenBatch, output: ModelOutput | None = None) -> Tensor:
+    """Return the (N, D) final hidden states of the response tokens, scaled and cast for the head."""
+    states = (output or decode(model, batch)).last_hidden_state
     hidden_ND = states.flatten(0, 1).index_select(0, batch.predictor_N)
     scale = logit_factor(model.config.get_text_config())
     hidden_ND = hidden_ND if scale == 1 else hidden_ND * scale

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from smopd.engine.models.head import Head, head, response_hidden
+from smopd.engine.errors import UnusableModel
+from smopd.engine.models.head import Head, decode, head, response_hidden, router_loss
 from smopd.engine.types import TokenBatch
 
 Output = TypeVar("Output")
@@ -22,12 +24,22 @@ ThroughHead = Callable[[Head, Tensor], Output]
 class Policy(nn.Module):
     """The sharded root module. The head runs inside its forward, where the weight is gathered."""
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, router_aux_loss_coef: float = 0.0):
         super().__init__()
-        self.model = model
+        self.model, self.coef = model, router_aux_loss_coef
+        self.router_loss = router_loss(model) if self.coef else None
+        if self.coef and self.router_loss is None:
+            text = f"router_aux_loss_coef: got {self.coef:g}, but transformers has no such loss for"
+            raise UnusableModel(f"{text} {type(model).__name__}; expected 0")
 
     def forward(self, batch: TokenBatch, through_head: ThroughHead[Output]) -> Output:
-        return through_head(head(self.model), response_hidden(self.model, batch))
+        balance = self.router_loss if torch.is_grad_enabled() and len(batch.predictor_N) else None
+        output = decode(self.model, batch, **{"output_router_logits": True} if balance else {})
+        ahead, hidden_ND = head(self.model), response_hidden(self.model, batch, output)
+        if balance is not None:
+            logits = tuple(layer.index_select(0, batch.predictor_N) for layer in output.router_logits)
+            ahead = replace(ahead, router_loss=self.coef * balance(logits))
+        return through_head(ahead, hidden_ND)
 
 
 class UnreadableState(ValueError):

@@ -68,7 +68,7 @@ class Student:
         dtype = getattr(torch, settings.compute_dtype)
         if settings.lora is not None:
             lora.cast(model, dtype)
-        policy = Policy(model.eval()).to(device)
+        policy = Policy(model.eval(), settings.router_aux_loss_coef).to(device)
         _without_dropout(model)
         self.layout = choose(model, settings.attention, dtype)
         if settings.lora is not None:

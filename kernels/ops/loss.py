@@ -230,9 +230,7 @@ class _LossInPlace(torch.autograd.Function):
                 "expected no use: its memory holds the gradient"
             )
         if ctx.spent:
-            raise RuntimeError(
-                "smopd_loss: second backward with inplace=True, expected one; use inplace=False"
-            )
+            raise RuntimeError("smopd_loss: got a second backward with inplace=True; use inplace=False")
         ctx.spent = True
         grad = None
         if dloss is not None:
@@ -244,9 +242,7 @@ class _LossInPlace(torch.autograd.Function):
 def _owner(logits_NV: Tensor) -> Tensor:
     owner = logits_NV._base if logits_NV._is_view() and logits_NV._base is not None else logits_NV
     if owner.is_leaf or logits_NV.is_leaf:
-        raise ValueError(
-            "smopd_loss: logits_NV is a leaf, expected the output of an operation for inplace=True"
-        )
+        raise ValueError("smopd_loss: logits_NV is a leaf, expected an operation's output for inplace=True")
     if owner.numel() != logits_NV.numel() or owner.dtype != logits_NV.dtype:
         raise ValueError(
             f"smopd_loss: logits_NV is a view of {logits_NV.numel()} of the {owner.numel()} elements of "

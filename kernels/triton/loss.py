@@ -128,10 +128,8 @@ def _columns(tokens: LossTokens, settings: LossSettings) -> tuple[int, list[Tens
     there = sum(1 << number for number, column in enumerate(columns) if column is not None)
     there |= PPO if settings.reverse_kl_surrogate == "ppo" else 0
     optional = COLUMNS.index("reverse_adv")
-    given = [
-        columns[0] if column is None and number != optional else column
-        for number, column in enumerate(columns)
-    ]
+    given = [columns[0] if column is None else column for column in columns]
+    given[optional] = columns[optional]
     return there, given
 
 

@@ -17,11 +17,8 @@ from smopd.data.sources import load_rows
 from smopd.evals.suite import Column, Evaluation, Item, Message, Scores, Suite, group_files, require_at_least
 
 BENCHMARKS = {"hh": "HH-RLHF", "pku": "PKU-SafeRLHF", "alpaca": "Alpaca"}  # the paper's names
-FILES = {
-    "hh": "hh_rlhf_test.jsonl.gz",
-    "pku": "pku_saferlhf_test.jsonl.gz",
-    "alpaca": "alpaca_prompt_only_test.jsonl.gz",
-}
+FILES = {"hh": "hh_rlhf_test.jsonl.gz", "pku": "pku_saferlhf_test.jsonl.gz"}
+FILES["alpaca"] = "alpaca_prompt_only_test.jsonl.gz"
 SCORES = ("useful", "harmless")
 # tab:safe_align and tab:gate_safe have all columns; tab:anchor_ablation and tab:opd_ablation the last three.
 COLUMNS = (

@@ -122,9 +122,7 @@ class SMOPDGRPOConfig(MixtureConfig, GRPOConfig):
     opd_coef: float = option(1.0, "lambda of Eq. 9.")
     kl_temperature: float = option(1.0, "Of both sides of the KL.")
     advantage_estimator: str = option("trl", "trl: TRL's own; gdpo and gd2po use reward_weights.")
-    whiten: str | None = option(
-        "default", "Over responses (default for gdpo), tokens (default for gd2po) or nothing (None)."
-    )
+    whiten: str | None = option("default", "Over responses (gdpo's default), tokens (gd2po's) or None.")
 
 
 class SMOPDGRPOTrainer(SeveralTeachers, GRPOTrainer):

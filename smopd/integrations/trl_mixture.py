@@ -226,11 +226,8 @@ class SeveralTeachers:
 
     def log_means(self: Any, stats: LossStats, **columns: Tensor) -> None:
         """Log means over all ranks' tokens of the mixture's columns and these; call after forward."""
-        columns |= {
-            "opd/kl": stats.kl_N,
-            "opd/teacher_mass": stats.teacher_mass_N,
-            "opd/student_mass": stats.student_mass_N,
-        }
+        columns |= {"opd/kl": stats.kl_N, "opd/teacher_mass": stats.teacher_mass_N}
+        columns["opd/student_mass"] = stats.student_mass_N
         sums = torch.stack([torch.ones_like(stats.kl_N).sum(), *(x.float().sum() for x in columns.values())])
         count, *totals = self.accelerator.reduce(sums, reduction="sum").tolist()
         self.log_values({name: total / max(count, 1.0) for name, total in zip(columns, totals, strict=True)})

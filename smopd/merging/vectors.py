@@ -173,18 +173,14 @@ class Lora:
         self.path, self.base, self.config = str(adapter.folder), adapter.base, adapter.config
         for name in UNPLAIN:
             if value := self.config.get(name):
-                raise ValueError(
-                    f"{self.path}: {name} is {value!r}, expected none: only plain LoRA can be merged"
-                )
+                raise ValueError(f"{self.path}: {name} is {value!r}, expected none: only plain LoRA merges")
         self.rank, alpha = int(self.config["r"]), float(self.config["lora_alpha"])
         self.scale = alpha / (self.rank**0.5 if self.config.get("use_rslora") else self.rank)
         with reading(self.path):
             tensors = load_file(adapter.folder / ADAPTER_WEIGHTS)
             names = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in tensors}
-            self.halves = {
-                layer: (tensors.pop(_half(layer, "A")), tensors.pop(_half(layer, "B")))
-                for layer in sorted(names)
-            }
+            halves = ([tensors.pop(_half(layer, half)) for half in "AB"] for layer in sorted(names))
+            self.halves = dict(zip(sorted(names), halves, strict=True))
         if tensors:
             expected = f"{_half('LAYER', 'A')} and lora_B"
             raise ValueError(f"{self.path}: has the tensor {min(tensors)}, expected {expected}")

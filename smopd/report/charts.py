@@ -72,11 +72,8 @@ def overview(
 
 def smoothed(lines: Lines, keys: Sequence[str]) -> list[tuple[float, ...]]:
     """Return the step and the mean of each metric over the last 1/20 of the steps."""
-    rows = [
-        (line["step"], *(line[key] for key in keys))
-        for line in lines
-        if all(_finite(line, key) for key in keys)
-    ]
+    whole = (line for line in lines if all(_finite(line, key) for key in keys))
+    rows = [(line["step"], *(line[key] for key in keys)) for line in whole]
     window = math.ceil(len(rows) / _SMOOTHED)
     sums = [[*accumulate((row[k] for row in rows), initial=0.0)] for k in range(1, len(keys) + 1)]
     return [

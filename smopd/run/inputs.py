@@ -29,10 +29,8 @@ class Inputs:
 def read_inputs(settings: Settings, tokenizer: PreTrainedTokenizerBase, *, demonstrations: bool) -> Inputs:
     """Read the recipe's sources. Raises UnusableInput if one is missing, empty or malformed."""
     data, warm = settings.data, settings.warm_start
-    template: dict[str, Any] = {
-        "prompt_column": data.prompt_column,
-        "chat_template_kwargs": data.chat_template_kwargs,
-    }
+    template: dict[str, Any] = {"prompt_column": data.prompt_column}
+    template["chat_template_kwargs"] = data.chat_template_kwargs
 
     def prompts(source: Source, longest: int, overlong: Overlong) -> PromptSet:
         own = {**dict(source), **template, "max_prompt_tokens": longest, "overlong": overlong}
@@ -57,11 +55,8 @@ def read_inputs(settings: Settings, tokenizer: PreTrainedTokenizerBase, *, demon
 
 def log_inputs(inputs: Inputs) -> None:
     """Print how many rows of each source are used."""
-    named = {
-        "training prompts": inputs.train,
-        "held-out prompts": inputs.held_out,
-        "demonstrations": inputs.demonstrations,
-    }
+    named: dict[str, Any] = {"training prompts": inputs.train, "held-out prompts": inputs.held_out}
+    named["demonstrations"] = inputs.demonstrations
     for name, found in named.items():
         if found is not None:
             left_out = f"{found.dropped_overlong} too long, {found.mapped_out} dropped by map"

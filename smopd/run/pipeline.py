@@ -185,10 +185,8 @@ def set_up(settings: Settings) -> None:
 @contextmanager
 def workers(settings: Settings, folder: Path) -> Iterator[tuple[RewardPool, Environments]]:
     """Start a worker for each reward, import the rewards, and start one for each environment of the runs."""
-    specs = [
-        RewardSpec(reward.name, reward.function, reward.kwargs, reward.completions)
-        for reward in settings.rewards
-    ]
+    rewards = settings.rewards
+    specs = [RewardSpec(each.name, each.function, each.kwargs, each.completions) for each in rewards]
     log_path = folder / f"rewards_{distributed.rank()}.log"
     memory_bytes = round((settings.scoring.memory_gib or 0) * 2**30)
     with (

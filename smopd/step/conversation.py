@@ -82,11 +82,9 @@ class Environments:
         path, seconds = settings.rollout.environment, settings.rollout.environment_seconds
         if path is None:
             return None
-        arguments = (settings.rollout.environment_kwargs, seconds)
-        worker = EnvironmentWorker(
-            "rollout.environment", path, arguments, seconds + GRACE_SECONDS, **self.own
-        )
-        worker = self._workers.setdefault(repr((path, arguments)), worker)
+        given = (settings.rollout.environment_kwargs, seconds)
+        worker = EnvironmentWorker("rollout.environment", path, given, seconds + GRACE_SECONDS, **self.own)
+        worker = self._workers.setdefault(repr((path, given)), worker)
         worker.start()
         return worker
 

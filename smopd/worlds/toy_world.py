@@ -93,11 +93,8 @@ class _Task:
 
     @property
     def ground_truth(self) -> str:
-        parameters = {
-            name: int(value) if PARAMETERS[name].pool == "int" else value
-            for name, value in self.values.items()
-        }
-        call = json.dumps({"name": self.tool, "parameters": parameters})
+        whole = {name: int(value) for name, value in self.values.items() if PARAMETERS[name].pool == "int"}
+        call = json.dumps({"name": self.tool, "parameters": {**self.values, **whole}})
         thought = "".join((*_THOUGHT, self.tool))
         return f"<think>{thought}</think>\n<tool_call>\n{call}\n</tool_call>"
 

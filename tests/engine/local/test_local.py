@@ -62,11 +62,8 @@ def test_uniform_numbers_are_uncorrelated_over_each_argument():
     n = 4096
     keys, zeros = torch.arange(n), torch.zeros(n, dtype=torch.int64)
     columns = [uniform(1, keys, zeros, 1), uniform(0, keys, zeros + 1, 1), uniform(0, zeros, keys, 1)]
-    columns += [
-        uniform(0, keys + 1, zeros, 1),
-        uniform(0, keys, zeros, 2),
-        uniform(0, zeros[:1], zeros[:1], n).T,
-    ]
+    columns += [uniform(0, keys + 1, zeros, 1), uniform(0, keys, zeros, 2)]
+    columns.append(uniform(0, zeros[:1], zeros[:1], n).T)
     numbers = torch.cat(columns, 1).T
     assert numbers.min() >= 0 and numbers.max() < 1
     assert ((numbers.mean(1) - 0.5).abs() < 5 * (1 / 12 / n) ** 0.5).all()

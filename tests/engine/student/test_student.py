@@ -5,6 +5,8 @@ What is one update's of several ranks stands in test_two_ranks.py and tests/smop
 
 from __future__ import annotations
 
+import sys
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -16,8 +18,10 @@ from smopd.engine.settings import Lora
 from smopd.engine.student.fsdp import Fsdp2
 from smopd.engine.student.optimizers import cosine, last_share, linear
 from smopd.engine.student.student import Student
+from tests.engine.models.families import family
 from tests.engine.student.training import (
     NLL,
+    TOKENS,
     advance,
     equal,
     loss_tokens,
@@ -145,3 +149,29 @@ def test_a_tied_head_is_gathered_once(device, lora, monkeypatch):
     assert len(gathered) == len(set(gathered)) == len(set(names)) - 1 + adapters
     first = names.index("model.embed_tokens.weight")
     assert names[first + 1] == "lm_head.weight" and weights[first][1] is weights[first + 1][1]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "lfm2_moe"])
+def test_the_experts_of_each_micro_batch_are_balanced(device, name):
+    """By the family's own loss of its router's logits at the tokens before the responses'."""
+    model, rollouts = family(name), ragged_rollouts(3)
+    settings = settings_of(router_aux_loss_coef=20.0, max_grad_norm=1e9, micro_batch_tokens=60)
+    if name == "lfm2_moe":
+        with pytest.raises(UnusableModel, match="got 20, but transformers has no such loss for Lfm2Moe"):
+            Student(model, settings, device)
+        return
+    student = Student(deepcopy(model), settings, device)
+    update = student.update(rollouts, loss_tokens(rollouts), NLL)
+    (-plain_logps(model, rollouts).sum() / TOKENS).backward(retain_graph=True)
+    plain = torch.stack([each.grad.norm() for each in model.parameters()]).norm()
+    routed = []
+    for rollout in rollouts:
+        ids = torch.cat([torch.tensor(rollout.prompt_ids), rollout.response_ids])
+        output = model.model(ids[None], output_router_logits=True)
+        routed.append(torch.stack(output.router_logits)[:, len(rollout.prompt_ids) - 1 : -1])
+    balancing = sys.modules[type(model).__module__].load_balancing_loss_func
+    for batch in student._micro_batches(rollouts):
+        loss = balancing(tuple(torch.cat(routed, 1)[:, batch.flat_N]), num_experts=4, top_k=2)
+        (20.0 * loss * len(batch.flat_N) / TOKENS).backward(retain_graph=True)
+    expected = torch.stack([each.grad.norm() for each in model.parameters()]).norm()
+    assert update.grad_norm == pytest.approx(float(expected), rel=1e-4) and expected > 1.05 * plain

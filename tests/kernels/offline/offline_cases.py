@@ -96,10 +96,8 @@ def _mixture(architecture: int) -> Iterator[Case]:
         "ids": (torch.int32, torch.int64),
         "by_token": (False, True),
     }
-    main = [
-        {"M": 2, "kappa": 16, "merge": merge, "ids": torch.int32, "by_token": False}
-        for merge in (False, True)
-    ]
+    two = {"M": 2, "kappa": 16, "ids": torch.int32, "by_token": False}
+    main = [two | {"merge": merge} for merge in (False, True)]
     for row in _rows(main, pairwise(factors), architecture):
         n_teachers, kappa = row["M"], row["kappa"]
         if n_teachers * kappa > triton_mixture.MAX_CANDIDATES:
@@ -214,10 +212,8 @@ def _advantages(architecture: int) -> Iterator[Case]:
             snr_threshold=0.2 if row["snr"] and row["op"] == "gd2po" else None,
         )
         arguments = (_meta(N, row["K"]), _meta(N, dtype=torch.int64), options)
-        yield (
-            _name(row),
-            partial(_on_four_ranks, *arguments, "four ranks" if row["ranks"] and whiten else None),
-        )
+        several = "four ranks" if row["ranks"] and whiten else None
+        yield _name(row), partial(_on_four_ranks, *arguments, several)
 
 
 def _on_four_ranks(*arguments: Any) -> None:

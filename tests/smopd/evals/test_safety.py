@@ -21,10 +21,8 @@ RESPONSES = ("a", "bb", "ccc", "dddd")
 
 
 def items(groups=GROUPS):
-    return [
-        Item(f"{group}/{i}", group, ({"role": "user", "content": f"question {i}"},))
-        for i, group in enumerate(groups)
-    ]
+    asked = [({"role": "user", "content": f"question {i}"},) for i in range(len(groups))]
+    return [Item(f"{group}/{i}", group, asked[i]) for i, group in enumerate(groups)]
 
 
 def lengths(prompts, responses):

@@ -312,10 +312,8 @@ UNLOADABLE = {
 
 
 def test_probe_names_every_reward_that_cannot_be_loaded():
-    rewards = [
-        RewardSpec("good", "reward_functions:length"),
-        *(RewardSpec(path, path) for path in UNLOADABLE),
-    ]
+    rewards = [RewardSpec(path, path) for path in UNLOADABLE]
+    rewards.insert(0, RewardSpec("good", "reward_functions:length"))
     with RewardPool(rewards) as pool:
         with pytest.raises(RewardError) as caught:
             pool.probe()
