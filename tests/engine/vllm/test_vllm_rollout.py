@@ -160,7 +160,7 @@ def test_the_next_run_takes_the_engine_with_its_own_weights(rollouts, tmp_path):
 
 
 CALLER = """
-import os, signal, sys
+import os, signal, sys, time
 from smopd.engine.settings import Vllm
 from smopd.engine.types import Sampling
 from smopd.engine.vllm.rollout import VllmRollout
@@ -169,9 +169,11 @@ if __name__ == "__main__":
     os.setsid()
     kwargs = {"kv_cache_memory_bytes": 32 << 20, "max_model_len": 64}
     rollouts = VllmRollout(sys.argv[1], [END], Vllm(placement="process", engine_kwargs=kwargs))
-    signal.signal(signal.SIGINT, lambda *_: print("asked to end", flush=True))
+    asked = []
+    signal.signal(signal.SIGINT, lambda *_: asked.append(print("asked to end", flush=True)))
     print("made", flush=True)
-    signal.pause()
+    while not asked:
+        time.sleep(0.1)  # not pause(), which a signal just before would not end
     made = rollouts.generate([(5, 9, 11)], [0], Sampling(temperature=0.0, max_new_tokens=4))
     print(len(made), "sampled", flush=True)
     signal.pause()
