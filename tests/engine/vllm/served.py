@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -90,6 +91,7 @@ def start_engines_by(context: BaseContext) -> None:
 
 def fork_engines() -> None:
     """Let engines in processes of their own be forks of the fork server, with this process's environment."""
+    forkserver._forkserver.ensure_running()  # here, as interrupts are blocked where an engine is started
     context = copy(FORKS)
     own = partial(FORKS.Process, target=_engine)
     context.Process = lambda target, **options: own(args=(target, dict(os.environ)), **options)
