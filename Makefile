@@ -134,8 +134,9 @@ $(ENGINES_VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/.installed-t
 	$(call PIP,$(ENGINES_VENV)) uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@
 
+# A process a core, as each imports vLLM.
 test-engines: $(ENGINES_VENV)/.installed
-	$(call pytest,$(ENGINES_VENV),$(ENGINES))
+	$(call pytest,$(ENGINES_VENV),$(ENGINES) -n logical)
 
 $(NEWEST_VENV)/.installed: $(SOURCES)
 	$(PYTHON) -m venv $(NEWEST_VENV)
