@@ -96,8 +96,8 @@ def _mixture(architecture: int) -> Iterator[Case]:
         "ids": (torch.int32, torch.int64),
         "by_token": (False, True),
     }
-    two = {"M": 2, "kappa": 16, "ids": torch.int32, "by_token": False}
-    main = [two | {"merge": merge} for merge in (False, True)]
+    two = {"M": 2, "kappa": 16, "merge": False, "ids": torch.int32, "by_token": False}
+    main = [two, two | {"merge": True}]
     for row in _rows(main, pairwise(factors), architecture):
         n_teachers, kappa = row["M"], row["kappa"]
         if n_teachers * kappa > triton_mixture.MAX_CANDIDATES:
