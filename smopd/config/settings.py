@@ -105,7 +105,7 @@ class WarmStart(Section):
 
     source: Source
     completion_column: str = "completion"
-    steps: int = Field(default=200, ge=1)
+    steps: int = Field(default=200, ge=1, le=10**9)
     batch_size: int = Field(default=64, ge=1)
     learning_rate: float = Field(default=1e-3, gt=0)
     warmup_steps: int = Field(default=10, ge=0)
@@ -180,8 +180,8 @@ class Opd(Section):
 class Loop(Section):
     """Length of a run and size of its steps."""
 
-    steps: int = Field(default=100, ge=0)
-    prompts_per_step: int = Field(default=64, ge=1)
+    steps: int = Field(default=100, ge=0, le=10**9)
+    prompts_per_step: int = Field(default=64, ge=1, le=10**6)
     updates_per_step: int = Field(default=1, ge=1)
     """Optimizer updates per step. The prompts of a step are split into this many mini-batches."""
     async_level: Literal[0, 1] = 0
@@ -247,13 +247,13 @@ class RolloutSettings(Section):
     transfer: WeightTransport = "files"
     """How to send new weights to an engine in another process. files: through shared memory, or for servers
     through SMOPD_TRANSFER_FOLDER, a folder with the same path on every host; inline: in the request body."""
-    group_size: int = Field(default=8, ge=1)
+    group_size: int = Field(default=8, ge=1, le=10**6)
     """G, rollouts per prompt."""
     resample: int = Field(default=0, ge=0)
     """Dynamic sampling: maximum times that a prompt of a step is replaced by another one while all its
     responses earn the same in every reward."""
     temperature: float = Field(default=1.0, gt=0)
-    max_new_tokens: int = Field(default=1024, ge=1)
+    max_new_tokens: int = Field(default=1024, ge=1, le=10**9)
     max_batch_tokens: int = Field(default=262_144, ge=1)
     """Local engine: maximum positions in the KV cache. Larger batches are sampled in several passes."""
     dtype: Dtype = "float32"
@@ -395,9 +395,9 @@ class Settings(Section):
     """Name of the experiment: letters, digits, '_', '-' and '.'."""
     description: str = ""
     """Caption of the result table."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of every random draw."""
-    processes: int = Field(default=1, ge=1)
+    processes: int = Field(default=1, ge=1, le=256)
     """Local ranks to start. Ignored under torchrun."""
     output: str = "runs/{name}"
     """Run directory. {name} is replaced by the name of the experiment."""

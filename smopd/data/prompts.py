@@ -16,7 +16,7 @@ import numpy as np
 
 from smopd.data.chat import Content, read_messages, read_tools, render, response_start, template_options
 from smopd.data.sources import Row, checked_row, open_rows
-from smopd.engine.imports import import_function
+from smopd.engine.imports import resolve
 from smopd.names import REWARD_ARGUMENTS, nearest
 
 if TYPE_CHECKING:
@@ -307,7 +307,7 @@ def _chunks(rows: Sequence[Row | None]) -> Iterator[list[tuple[int, Row | None]]
 
 
 def _mapped(rows: Sequence[Row | None], source: str, path: str) -> list[Row | None]:
-    function, where = import_function(path), f"{source} (after {path})"
+    function, where = resolve(path, dict[str, Any]()), f"{source} (after {path})"
     found = [function(row) for row in rows]
     return [None if row is None else checked_row(row, where, index) for index, row in enumerate(found)]
 

@@ -102,6 +102,8 @@ def numbers(result: Any) -> list[float | None]:
     """Convert a function's result to floats and None, with NaN for anything but a finite number."""
     if hasattr(result, "tolist"):  # arrays and tensors
         result = result.tolist()
+    elif inspect.isgenerator(result):
+        result = list(result)
     for value in (result, *result) if isinstance(result, (list, tuple)) else (result,):
         if callable(value):
             raise BadSignature(f"returned a {type(value).__name__}, expected scores: {FACTORY}")

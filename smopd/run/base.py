@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from smopd.config.schedule import BASE, needs_base
 from smopd.config.settings import Loss, Settings
 from smopd.data.prompts import Demonstration, DemonstrationSet, batch_indices
 from smopd.engine import distributed
 from smopd.engine.files import empty_partial, replace_folder, room_for
-from smopd.engine.imports import import_function
+from smopd.engine.imports import resolve
 from smopd.engine.models.loading import stored_dtype
 from smopd.engine.student.checkpoint import Checkpoints, export
 from smopd.engine.student.optimizers import last_share
@@ -49,7 +49,11 @@ def initial_model(settings: Settings, folder: Path) -> str:
     def make() -> None:
         if made.exists():
             return
-        model, tokenizer = import_function(str(origin.factory))(seed=settings.seed, **origin.kwargs)
+        factory = resolve(str(origin.factory), dict[str, Any]())
+        found = factory(seed=settings.seed, **origin.kwargs)
+        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], PreTrainedModel)):
+            raise ValueError(f"{origin.factory} returned {found!r:.80}, expected a model and its tokenizer")
+        model, tokenizer = found
         with room_for(made):
             new = empty_partial(made)
             model.save_pretrained(new)

@@ -5,13 +5,8 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2Tokenizer,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from smopd.worlds import toy_world
 

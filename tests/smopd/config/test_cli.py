@@ -126,7 +126,7 @@ broken.yaml:5: rewards.0.function: missing, expected package.module:function
 broken.yaml:5: rewards.0.range: got [3], expected [number, number]|batch|null
 broken.yaml:6: rewards.1.wieght: no such setting; did you mean rewards.1.weight?
 broken.yaml:7: loop.kappa: no such setting; did you mean opd.kappa?
-broken.yaml:7: loop.steps: got "many", expected integer >= 0
+broken.yaml:7: loop.steps: got "many", expected integer >= 0, <= 1e+09
 broken.yaml:8: student: got null, expected a section
 broken.yaml:9: opd.kappa: got 400, expected integer >= 1, <= 128
 broken.yaml:10: loss.clip_low: got true, expected a number

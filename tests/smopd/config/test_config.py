@@ -119,17 +119,13 @@ GATE = "--opd.gate.kind token"
         ("--runs.one.init two", "runs.one.init: 'two' is no earlier run, expected one of ['base']"),
         ("--runs.one.reward_weights [1]", "runs.one.reward_weights: got 1 weights, expected one for each"),
         ("--rewards.1.name a", "rewards: got the names ['a', 'a'], expected different ones"),
-        (
-            "--rewards.1.name truncated",
-            "rewards.1.name: got 'truncated', expected a name without '/', and not",
-        ),
+        ("--rewards.1.name truncated", "rewards.1.name: got 'truncated', expected a name without '/', and"),
+        ("--loop.steps 99999999999999999999", "loop.steps: got 99999999999999999999, expected integer"),
+        ("--processes 1000", "processes: got 1000, expected integer >= 1, <= 256"),
         ("--rewards.0.range 3 -3", "rewards.0.range: got [3.0, -3.0], expected [lo, hi] with lo < hi"),
         ("--rewards.0.kwargs.training_step 1", "rewards.0.kwargs: training_step: reserved"),
         ("--loop.prompts_per_step 4 --loop.updates_per_step 5", "loop.updates_per_step: got 5, expected at"),
-        (
-            "--advantage.snr_threshold 0.2",
-            "advantage.snr_threshold: needs advantage.estimator gd2po, got auto",
-        ),
+        ("--advantage.snr_threshold 0.2", "advantage.snr_threshold: needs advantage.estimator gd2po, got"),
         ("--student.strategy deepspeed --student.shard_size 2", "student.shard_size: needs student.strategy"),
         (
             "--student.strategy deepspeed --student.optimizer m:f",

@@ -17,6 +17,7 @@ from smopd.data import sources
 from smopd.data.chat import render
 from smopd.data.prompts import Encoder, batch_indices, load_demonstrations, load_prompts
 from smopd.data.sources import load_rows, open_rows
+from smopd.engine.errors import UserCodeError
 from smopd.engine.files import DamagedFile
 from smopd.run.failures import UnusableInput
 from smopd.run.inputs import read_inputs
@@ -221,6 +222,8 @@ def test_map_leaves_rows_out_and_keeps_source_numbers(tokenizer):
     assert (len(prompts), prompts.rows, prompts.mapped_out) == (3, 6, 3)
     assert [prompt.index for prompt in prompts] == [1, 3, 5]
     assert all(prompt.columns["mapped"] for prompt in prompts)
+    with pytest.raises(UserCodeError, match=r"number raised TypeError: .* \("):
+        load_prompts(f"{HERE}:some_rows", tokenizer, map=f"{HERE}:number")
     with pytest.raises(ValueError, match="the data set is empty"):
         load_prompts(f"{HERE}:no_rows", tokenizer)
     limits = {"map": f"{HERE}:odd_ones", "max_prompt_tokens": 2}

@@ -175,11 +175,7 @@ FAILURES = {
     "quits": ("os._exit(7)", "worker_died", "exit code 7"),
     "crashes": ("os.kill(os.getpid(), 11)", "worker_died", "signal 11"),
     "short": ("result = [1.0]", "length", "returned 1 values, expected 2"),
-    "iterator": (
-        "result = iter([1.0])",
-        "exception",
-        "returned list_iterator, expected a list of float or None",
-    ),
+    "iterator": ("result = iter([1.0])", "exception", "returned list_iterator, expected a list of"),
     "memory": ("bytearray(8 << 30)", "exception", "MemoryError"),
 }
 
@@ -208,7 +204,8 @@ def test_a_factory_that_looks_like_a_reward_ends_the_first_call(name):
 
 
 def test_values_that_are_no_finite_number():
-    code = "result = [1, None, float('nan'), float('inf'), '2.0', True, 10**400, object()]"
+    values = "[1, None, float('nan'), float('inf'), '2.0', True, 10**400, object()]"
+    code = f"result = (each for each in {values})"
     with pool_running({"bad": code}) as pool:
         batch = score(pool, completions=["x"] * 8)
         np.testing.assert_array_equal(batch.values_RK[:, 0], [1.0, *[np.nan] * 4, 1.0, *[np.nan] * 2])

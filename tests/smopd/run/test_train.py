@@ -129,3 +129,5 @@ def test_bad_data_is_named(workplace):
     assert done.returncode == 1
     assert "error: data.train: " in done.stderr and "row 1: column 'prompt' is None" in done.stderr
     assert "Traceback" not in done.stderr
+    done = train_here(recipe_of_one_run(workplace, {}), "--model.factory", "my_rows:null", "--output", "new")
+    assert "error: model.factory: my_rows:null returned [{" in done.stderr
