@@ -169,9 +169,7 @@ def test_a_wheel_on_a_strangers_machine(wheel: Path, tmp_path: Path) -> None:
     recipes = sorted(path.stem for path in (ROOT / "smopd" / "recipes").glob("*.yaml"))
     assert stranger(python, "-c", EVERY_RECIPE).split() == recipes
     assert stranger(python, "-c", SERVED).strip() == ("cpp" if has_compiler() else "reference")
-    (outside / "mine.py").write_text(
-        "def ones(prompts, completions, **columns):\n    return [1.0] * len(prompts)\n"
-    )
+    (outside / "mine.py").write_text("ones = lambda prompts, completions, **columns: [1.0] * len(prompts)\n")
     (outside / "small.yaml").write_text(f"extends: quickstart\n{SMALL}")
     mine = ("--rewards.1.function", "mine:ones", "--only", "gdpo", "--output", "out", "--processes", "1")
     stranger(command, "train", "small.yaml", *mine)

@@ -73,6 +73,7 @@ def _targets(model: PreTrainedModel, wanted: list[str]) -> list[str]:
     """Return the target names. The head and embeddings get no adapters, as the fused head is linear."""
     layers = decoder_layers(model)
     linear = {_last(name) for name, module in layers.named_modules() if isinstance(module, nn.Linear)}
+    linear.discard("router")  # peft's would return a tensor (phimoe), or be read as more logits (Jamba)
     if not linear:
         raise ValueError(f"lora: the decoder of a {type(model).__name__} has no linear layers")
     stacked = (name for name, value in layers.named_parameters() if value.dim() == 3)

@@ -136,3 +136,11 @@ def test_experts_get_no_adapters_and_the_merged_weights_keep_their_names(device,
     assert "lora: no adapters for the experts: down_proj, gate_proj, gate_up_proj" in caplog.text
     with pytest.raises(ValueError, match=r"got \['gate_proj'\], expected names among .*'o_proj'"):
         Student(family(name), settings_of(lora=Lora(targets=["gate_proj"])), device)
+
+
+@pytest.mark.parametrize("name", ["jamba", "phimoe"])
+def test_routers_get_no_adapters(device, name):
+    """Theirs are linear layers: peft's would return a tensor, or be read as more logits of the router."""
+    student = Student(family(name), settings_of(lora=LORA, router_aux_loss_coef=1.0), device)
+    advance(student, range(1))
+    assert not any("router" in key for key, value in student.model.named_parameters() if value.requires_grad)

@@ -13,16 +13,10 @@ from smopd.engine import distributed
 from smopd.rewards.pool import FAILURE_KINDS
 from smopd.step.resample import flat_groups, resample
 from smopd.step.sampling import ATTEMPT_STEPS, Sampler
-from tests.smopd.run.invariance_worker import (
-    GROUP_SIZE,
-    PROMPTS,
-    SETTINGS,
-    FixedRewarder,
-    FixedRollouts,
-    prompt_set,
-)
+from tests.smopd.run.invariance_worker import PROMPTS, SETTINGS, FixedRewarder, FixedRollouts, prompt_set
 
 nan = torch.nan
+GROUP_SIZE = SETTINGS["rollout"]["group_size"]
 
 
 def test_a_group_is_flat_if_no_reward_differs_though_their_sum_may_not() -> None:
