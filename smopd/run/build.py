@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from smopd.config.schedule import BASE, PlannedRun
 from smopd.config.settings import Settings
 from smopd.engine.local.rollout import LocalRollout
 from smopd.engine.local.teachers import load_teachers
 from smopd.engine.models.attention import rope_boundary
-from smopd.engine.models.loading import custom_code, describe, load_model, load_tokenizer
+from smopd.engine.models.loading import custom_code, describe, load_model, load_tokenizer, stored_dtype
 from smopd.engine.protocols import RolloutEngine, TeacherEngine
 from smopd.engine.remote.servers import Servers
 from smopd.engine.settings import Vllm
@@ -129,6 +130,16 @@ def teacher_engine(
         longest = settings.data.max_prompt_tokens + settings.rollout.longest_response
         own = vllm_settings(options.vllm, options.dtype, longest)
         return VllmTeachers(paths, own, vocabulary, engines=options.vllm.engines, role=role, tokens=tokens)
+
+
+def require_models(settings: Settings, runs: list[PlannedRun], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UnusableInput if a model that no run makes cannot be read or has another tokenizer."""
+    for name in dict.fromkeys(name for run in runs for name in (*run.starts[1:], *run.teachers)):
+        if name != BASE and name not in settings.runs and not is_url(name):
+            with error_context("teachers.models"):
+                adapter = read_adapter(name)
+                stored_dtype(adapter.base if adapter else name)
+                require_tokenizer(tokenizer, name)
 
 
 def require_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str) -> None:

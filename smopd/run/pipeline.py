@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,7 +39,7 @@ from smopd.engine.types import Rollout, TeacherTopK
 from smopd.loop import Run, optimise
 from smopd.merging.guard import Starter
 from smopd.merging.vectors import TaskVectors
-from smopd.names import is_url, printable
+from smopd.names import printable
 from smopd.record.progress import say, say_error
 from smopd.record.recorder import Recorder
 from smopd.record.token_view import SHOWN, add_merged
@@ -147,6 +148,8 @@ def try_recipe(command: Command) -> int:
                 inputs = read_inputs(settings, tokenizer, demonstrations=settings.warm_start is not None)
                 pool.require_columns(inputs.columns)
                 log_inputs(inputs)
+                planned = plan(settings, command.stage, command.only)
+                build.require_models(settings, planned, tokenizer)
                 talks = settings.rollout.environment is not None
                 try_rewards(pool, settings.scoring, tokenizer, inputs.train[0], conversation=talks)
                 try_model(settings, start, tokenizer, inputs.train[0], device)
@@ -185,17 +188,12 @@ def set_up(settings: Settings) -> None:
 @contextmanager
 def workers(settings: Settings, folder: Path) -> Iterator[tuple[RewardPool, Environments]]:
     """Start a worker for each reward, import the rewards, and start one for each environment of the runs."""
-    rewards = settings.rewards
+    rewards, seconds = settings.rewards, settings.scoring.deadline_seconds
     specs = [RewardSpec(each.name, each.function, each.kwargs, each.completions) for each in rewards]
     log_path = folder / f"rewards_{distributed.rank()}.log"
     memory_bytes = round((settings.scoring.memory_gib or 0) * 2**30)
     with (
-        RewardPool(
-            specs,
-            deadline_seconds=settings.scoring.deadline_seconds,
-            log_path=log_path,
-            memory_bytes=memory_bytes,
-        ) as pool,
+        RewardPool(specs, deadline_seconds=seconds, log_path=log_path, memory_bytes=memory_bytes) as pool,
         Environments(log_path, memory_bytes) as environments,
     ):
         pool.probe()
@@ -219,13 +217,8 @@ def do_runs(context: RunContext, command: Command) -> None:
             require_exportable(start, tokenizer)
     inputs = read_inputs(settings, tokenizer, demonstrations=base_due)
     context.pool.require_columns(inputs.columns)
-    write_settings(
-        context.folder,
-        settings,
-        lambda: identity(settings, inputs, start),
-        command.arguments,
-        change=context.change,
-    )
+    of = partial(identity, settings, inputs, start)
+    write_settings(context.folder, settings, of, command.arguments, change=context.change)
     if distributed.rank() == 0:
         if newer := newer_than_tested():
             say(newer)
@@ -234,6 +227,7 @@ def do_runs(context: RunContext, command: Command) -> None:
     if due:
         talks = settings.rollout.environment is not None
         try_rewards(context.pool, settings.scoring, tokenizer, inputs.train[0], conversation=talks)
+        build.require_models(settings, due, tokenizer)
     for run in due:
         if run.name == BASE:
             folder = context.folder / BASE
@@ -268,11 +262,6 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
     tokenizer = load_tokenizer(context.model_path(run.init))
     path = start_of(context, run, settings, inputs.train, tokenizer)
     context.require_whole(path)
-    for name in dict.fromkeys(run.teachers):
-        if name != BASE and name not in settings.runs and not is_url(name):
-            with error_context("teachers.models"):
-                build.require_tokenizer(tokenizer, name)
-
     scheduled = schedule(settings.student, settings.loop.steps * settings.loop.updates_per_step)
     student = build.student(settings, path, device, schedule=scheduled)
     rollouts = build.rollout_engine(settings, path, tokenizer, device, context.settings)

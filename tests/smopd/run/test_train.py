@@ -131,3 +131,6 @@ def test_bad_data_is_named(workplace):
     assert "Traceback" not in done.stderr
     done = train_here(recipe_of_one_run(workplace, {}), "--model.factory", "my_rows:null", "--output", "new")
     assert "error: model.factory: my_rows:null returned [{" in done.stderr
+    done = train_here(write_recipe(workplace), "--teachers.models.0.model", "nowhere", "--output", "third")
+    assert "error: teachers.models: model nowhere: cannot be loaded" in done.stderr
+    assert not (workplace / "third/base/metrics.jsonl").exists(), "before the warm start"
