@@ -12,11 +12,7 @@ from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import load
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -38,19 +34,19 @@ class Extension:
 
 
 @dataclass
-class NoInfo(WeightTransferInitInfo):
+class NoInfo(base.WeightTransferInitInfo):
     """Empty: nothing has to be set up."""
 
 
 @dataclass
-class PartInfo(WeightTransferUpdateInfo):
+class PartInfo(base.WeightTransferUpdateInfo):
     """A safetensors file, or its content in base64."""
 
     path: str | None = None
     content: str | None = None
 
 
-class PartEngine(WeightTransferEngine[NoInfo, PartInfo]):
+class PartEngine(base.WeightTransferEngine[NoInfo, PartInfo]):
     init_info_cls = NoInfo
     update_info_cls = PartInfo
 

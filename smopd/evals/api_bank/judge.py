@@ -161,9 +161,8 @@ def ask(client: Any, request: dict[str, Any]) -> tuple[str | None, str]:
     from openai import APIError, APIStatusError
 
     try:
-        completion = client.chat.completions.create(
-            model=request["model"], messages=request["messages"], extra_body=request
-        )
+        create = client.chat.completions.create
+        completion = create(model=request["model"], messages=request["messages"], extra_body=request)
         message = completion.choices[0].message
         text = message.content or message.refusal
     except APIStatusError as error:

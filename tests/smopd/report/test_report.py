@@ -103,9 +103,8 @@ def polylines(text: str) -> dict[str, list[tuple[float, ...]]]:
 
 
 def test_a_run_is_drawn_after_the_runs_that_it_needs(tmp_path: Path) -> None:
-    steps = count_steps(
-        {"a": 4, "b": 6, "m": 3, "g": 9}, {"a": {"base"}, "b": {"base"}, "m": {"a", "b"}, "g": set()}
-    )
+    needs = {"a": {"base"}, "b": {"base"}, "m": {"a", "b"}, "g": set()}
+    steps = count_steps({"a": 4, "b": 6, "m": 3, "g": 9}, needs)
     assert steps["m"] == (3, 13, 9) and steps["g"] == (9, 9, 9)
     metrics = {
         run: [
