@@ -128,6 +128,8 @@ class TokenBatch:
     pieces: tuple[Piece, ...]
     """In order; together they cover every flat position once."""
     attends: Attends
+    share: float = 1.0
+    """Of the response tokens of all micro-batches of an update, on all ranks."""
 
     def to(self, device: torch.device) -> TokenBatch:
         moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}

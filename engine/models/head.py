@@ -41,7 +41,7 @@ class Head:
         else:
             loss, stats = linear_smopd_loss(hidden_ND, self.weight_VD, tokens, settings, bias_V=self.bias_V)
         if self.router_loss is not None:
-            loss = loss + self.router_loss * tokens.pg_weight_N.sum()  # of all micro-batches 1
+            loss = loss + self.router_loss
         return loss, stats
 
     def topk(self, hidden_ND: Tensor, kappa: int, token_ids_N: Tensor, temperature: float) -> TopK:

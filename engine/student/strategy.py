@@ -38,7 +38,7 @@ class Policy(nn.Module):
         ahead, hidden_ND = head(self.model), response_hidden(self.model, batch, output)
         if balance is not None:
             logits = tuple(layer.index_select(0, batch.predictor_N) for layer in output.router_logits)
-            ahead = replace(ahead, router_loss=self.coef * balance(logits))
+            ahead = replace(ahead, router_loss=self.coef * batch.share * balance(logits))
         return through_head(ahead, hidden_ND)
 
 

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -84,15 +84,10 @@ class Student:
         self.policy, self.model, self.optimizer = self.strategy.policy, model, self.strategy.optimizer
         self._require_computable()
         trained = "all parameters" if self.lora is None else f"adapters of rank {self.lora.rank}"
-        log.info(
-            "student: %s on %d ranks, %s in fp32, computation in %s%s, attention: %s",
-            self.strategy.name,
-            distributed.world_size(),
-            trained,
-            settings.compute_dtype,
-            ", compiled layers" if settings.compile else "",
-            self.layout.description,
-        )
+        where = f"{self.strategy.name} on {distributed.world_size()} ranks"
+        how = settings.compute_dtype + ", compiled layers" * settings.compile
+        text = "student: %s, %s in fp32, computation in %s, attention: %s"
+        log.info(text, where, trained, how, self.layout.description)
 
     def _require_computable(self) -> None:
         """Raise UnusableModel if forward or backward fails in the compute dtype; a collective call.
@@ -159,6 +154,10 @@ class Student:
         """
         parts, places = [], []
         batches = self._micro_batches(rollouts)
+        if self.settings.router_aux_loss_coef:
+            here = torch.tensor(flat_offsets(rollouts)[-1], device=self.device)
+            every = max(1, int(distributed.all_reduce(here)))
+            batches = [replace(batch, share=len(batch.flat_N) / every) for batch in batches]
         for i, batch in enumerate(batches):
             loss, stats = self.strategy.forward(batch, _through_loss(tokens, batch, settings))
             self.strategy.backward(loss, last=i + 1 == len(batches))
