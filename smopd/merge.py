@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from pathlib import Path
@@ -48,8 +47,8 @@ def merge(
     given = [each_of(name, values, len(models)) for name, values in choices.items()]
     if wrong := [share for share in keep if not 0 < share <= 1]:
         raise ValueError(f"--keep: got {wrong[0]:g}, expected a share in (0, 1]")
-    if not all(map(math.isfinite, scale)):
-        raise ValueError(f"--scale: got {[*scale]}, expected finite numbers")
+    if not all(abs(each) <= 1e9 for each in scale):
+        raise ValueError(f"--scale: got {[*scale]}, expected numbers of at most 1e9")
     for pattern in exclude:
         try:
             re.compile(pattern)
@@ -58,6 +57,7 @@ def merge(
     if output.exists():
         raise ValueError(f"--output: {output} exists, expected a new folder")
 
+    from smopd.engine.student.checkpoint import require_whole
     from smopd.engine.weights.adapters import read_adapter
     from smopd.merging.vectors import Part, TaskVectors
 
@@ -65,6 +65,8 @@ def merge(
     base = base or (adapters[0].base if adapters else None)
     if base is None:
         raise ValueError("--base: not given, expected the model that the others were trained from")
+    for path in (base, *models):
+        require_whole(Path(path))
     TaskVectors(base, models).write(output, [Part(*part) for part in zip(*given, strict=True)])
     print(f"wrote {output}")
 

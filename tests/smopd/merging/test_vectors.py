@@ -180,7 +180,7 @@ def test_an_adapter_that_cannot_be_merged_is_refused(
     ("words", "said"),
     [
         ("--keep 0.1 1 1 --output new", "--keep: got 3 values, expected 1 or 2"),
-        ("--scale nan --output new", "--scale: got [nan], expected finite numbers"),
+        ("--scale nan --output new", "--scale: got [nan], expected numbers of at most 1e9"),
         ("--keep 1.5 --output new", "--keep: got 1.5, expected a share in (0, 1]"),
         (
             "--exclude [ --output new",
