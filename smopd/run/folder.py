@@ -79,7 +79,8 @@ class Change:
     @property
     def reshapes(self) -> bool:
         """Whether the run's checkpoints do not fit any more."""
-        return self.setting.startswith(("student.lora.rank", "student.lora.targets"))
+        made = ("model.factory", "model.kwargs", "student.lora.rank", "student.lora.targets")
+        return self.setting.startswith((*made, "student.optimizer"))
 
     def __str__(self) -> str:
         return f"{self.setting}: was {self.was!r}, now {self.now!r}"
