@@ -58,6 +58,8 @@ from smopd.step.held_out import evaluate_held_out
 from smopd.step.rewards import WINDOW_STEPS, Rewarder
 from smopd.step.stop import Stop, Stopped
 
+CODE_EXITS = "code that the recipe names has called sys.exit"
+
 
 @dataclass(frozen=True)
 class RunContext:
@@ -115,9 +117,9 @@ def run_recipe(command: Command) -> int:
             ):
                 own = RunContext(settings, folder, pool, device, stop, environments, command.change)
                 do_runs(own, command)
-        except (Failure, OSError) as error:
+        except (Failure, OSError, SystemExit) as error:
             if distributed.first_to_fail():
-                say_error(f"error: {error}")
+                say_error(f"error: {CODE_EXITS if isinstance(error, SystemExit) else error}")
             return 1
         except Stopped as stopped:
             if stopped.agreed:
@@ -153,8 +155,8 @@ def try_recipe(command: Command) -> int:
                 talks = settings.rollout.environment is not None
                 try_rewards(pool, settings.scoring, tokenizer, inputs.train[0], conversation=talks)
                 try_model(settings, start, tokenizer, inputs.train[0], device)
-        except (Failure, OSError) as error:
-            say_error(f"error: {error}")
+        except (Failure, OSError, SystemExit) as error:
+            say_error(f"error: {CODE_EXITS if isinstance(error, SystemExit) else error}")
             return 1
     return 0
 
