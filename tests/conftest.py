@@ -44,7 +44,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "huge: takes tens of gigabytes of a GPU; make gpu runs it by itself")
     config.addinivalue_line("markers", "slow: takes more than about five seconds; make check leaves it out")
     config.addinivalue_line("markers", "xdist_group(name): pytest-xdist runs a group's tests in one process")
-    os.fsync = lambda _: None  # a kill loses no write without it, and it waits for what others write
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     with suppress(ImportError):  # a GPU machine may have only pytest

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import multiprocessing
 import os
 import runpy
@@ -44,8 +43,6 @@ def become(words: tuple[str, ...], variables: dict[str, str], cwd: Path, output:
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(cwd)
-    os.fsync = lambda _: None  # as in conftest.py
-    gc.freeze()  # a collection would copy all that is imported
     torch.set_num_threads(1)
     forkserver._forkserver.ensure_running = lambda: None  # its own forks come from the server that runs
     try:
