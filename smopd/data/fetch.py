@@ -69,9 +69,8 @@ def fetch_file(file: File, upstream: str, folder: Path) -> None:
     if file.rows_sha256:
         arrived = f"downloads/{str(file.sha256)[:8]}_{upstream.rpartition('/')[2]}"
     url = f"{(os.environ.get(BASE_VARIABLE) or GITHUB).rstrip('/')}/{upstream}"
-    store = pooch.create(
-        folder, base_url="", registry={arrived: known}, urls={arrived: url}, retry_if_failed=RETRIES
-    )
+    hashes, urls = {arrived: known}, {arrived: url}
+    store = pooch.create(folder, base_url="", registry=hashes, urls=urls, retry_if_failed=RETRIES)
     try:
         bar = sys.stderr.isatty()
         store.fetch(arrived, downloader=pooch.HTTPDownloader(progressbar=bar, timeout=TIMEOUT_SECONDS))

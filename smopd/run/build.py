@@ -134,9 +134,11 @@ def teacher_engine(
 
 def require_models(settings: Settings, runs: list[PlannedRun], tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise UnusableInput if a model that no run makes cannot be read or has another tokenizer."""
-    for name in dict.fromkeys(name for run in runs for name in (*run.starts[1:], *run.teachers)):
+    named = {name: f"runs.{run.name}.merge" for run in runs for name in run.starts[1:]}
+    named |= {name: "teachers.models" for run in runs for name in run.teachers}
+    for name, setting in named.items():
         if name != BASE and name not in settings.runs and not is_url(name):
-            with error_context("teachers.models"):
+            with error_context(setting):
                 adapter = read_adapter(name)
                 stored_dtype(adapter.base if adapter else name)
                 require_tokenizer(tokenizer, name)
