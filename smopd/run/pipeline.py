@@ -58,7 +58,7 @@ from smopd.step.held_out import evaluate_held_out
 from smopd.step.rewards import WINDOW_STEPS, Rewarder
 from smopd.step.stop import Stop, Stopped
 
-CODE_EXITS = "code that the recipe names has called sys.exit"
+CODE_EXITS = "code that the recipe names has called sys.exit: "
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def run_recipe(command: Command) -> int:
                 do_runs(own, command)
         except (Failure, OSError, SystemExit) as error:
             if distributed.first_to_fail():
-                say_error(f"error: {CODE_EXITS if isinstance(error, SystemExit) else error}")
+                say_error(f"error: {CODE_EXITS * isinstance(error, SystemExit)}{error}")
             return 1
         except Stopped as stopped:
             if stopped.agreed:
@@ -150,13 +150,12 @@ def try_recipe(command: Command) -> int:
                 inputs = read_inputs(settings, tokenizer, demonstrations=settings.warm_start is not None)
                 pool.require_columns(inputs.columns)
                 log_inputs(inputs)
-                planned = plan(settings, command.stage, command.only)
-                build.require_models(settings, planned, tokenizer)
+                build.require_models(settings, plan(settings, command.stage, command.only), tokenizer)
                 talks = settings.rollout.environment is not None
                 try_rewards(pool, settings.scoring, tokenizer, inputs.train[0], conversation=talks)
                 try_model(settings, start, tokenizer, inputs.train[0], device)
         except (Failure, OSError, SystemExit) as error:
-            say_error(f"error: {CODE_EXITS if isinstance(error, SystemExit) else error}")
+            say_error(f"error: {CODE_EXITS * isinstance(error, SystemExit)}{error}")
             return 1
     return 0
 
