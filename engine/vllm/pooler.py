@@ -28,8 +28,8 @@ from vllm.v1.pool.metadata import PoolingMetadata
 import smopd.engine.vllm.transfer  # noqa: F401  registers how weights reach an engine in its own process
 from smopd.engine.models.loading import UnusableModel, custom_code, logit_scale
 from smopd.engine.types import Rollout
-from smopd.engine.weights.architecture import file_at, identity, weight_places
-from smopd.kernels.ops.linear_topk import linear_topk_logprobs
+from smopd.engine.weights.architecture import identity, tensor, weight_files
+from smopd.kernels.ops.topk import linear_topk_logprobs
 
 TASK = "token_embed"
 WORKER = "smopd.engine.vllm.pooler.TeacherWorker"
