@@ -14,7 +14,6 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
@@ -170,17 +169,11 @@ def text_config(path: str) -> PretrainedConfig:
 
 def read(path: str, name: str, like: Tensor) -> Tensor | None:
     """Return the checkpoint's weight whose name ends in `name`, as dtype and device of `like`, or None."""
-    place = _find(path, name)
-    if place is None:
-        return None
-    with safe_open(place[0], "pt") as file:
-        return file.get_tensor(place[1]).to(like)
+    found = _find(path, name)
+    return None if found is None else tensor(*found).to(like)
 
 
 def _find(path: str, name: str) -> tuple[str, str] | None:
     """Return file and full name of the weight whose name ends in `name`, or None."""
-    for full, shard in weight_places(path).items():
-        if full == name or full.endswith(f".{name}"):
-            file = file_at(path, shard)
-            return None if file is None else (file, full)
-    return None
+    found = ((file, full) for full, file in weight_files(path).items() if f".{full}".endswith(f".{name}"))
+    return next(found, None)

@@ -55,15 +55,10 @@ def architecture_of(path: str) -> Architecture:
 
 def _require_tied(path: str, tied: tuple[str, str]) -> None:
     """Raise UnusableModel if the files hold a head of their own, which vLLM would not load."""
-    places = weight_places(path)
-    if all(name in places for name in tied):
-        values = []
-        for name in tied:
-            with safe_open(cached_file(path, places[name]), framework="pt") as file:
-                values.append(file.get_tensor(name))
-        if not torch.equal(*values):
-            text = f"its config ties {tied[1]} to {tied[0]}, which differ in its files"
-            raise UnusableModel(f"model {path}: {text}; expected tie_word_embeddings false in config.json")
+    files = weight_files(path)
+    if all(name in files for name in tied) and not torch.equal(*(tensor(files[name], name) for name in tied)):
+        text = f"its config ties {tied[1]} to {tied[0]}, which differ in its files"
+        raise UnusableModel(f"model {path}: {text}; expected tie_word_embeddings false in config.json")
 
 
 class Checked:
@@ -106,29 +101,35 @@ def checked(
 
 
 def stored(path: str, architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
-    places = weight_places(path)
-    if not places:
+    """Yield the weights in the files of a folder or hub id, file by file."""
+    files = weight_files(path)
+    if not files:
         raise FileNotFoundError(f"model {path}: has no safetensors files, expected some to replace weights")
-    for file_name in sorted(set(places.values())):
-        with safe_open(cached_file(path, file_name), framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  (not a mapping)
-                if name in architecture.shapes:
-                    yield name, file.get_tensor(name)
+    for name in sorted(files, key=files.__getitem__):
+        if name in architecture.shapes:
+            yield name, tensor(files[name], name)
 
 
-def weight_places(path: str) -> dict[str, str]:
-    """Map each weight of a folder or hub id to its safetensors file; empty if there are none."""
+def weight_files(path: str) -> dict[str, str]:
+    """Map each weight of a folder or hub id to its safetensors file here; empty if there are none."""
     single = file_at(path, SAFE_WEIGHTS_NAME)
     if single is not None:
         with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
+            return dict.fromkeys(file.keys(), single)
     index = file_at(path, SAFE_WEIGHTS_INDEX_NAME)
-    return {} if index is None else json.loads(Path(index).read_text())["weight_map"]
+    shards = {} if index is None else json.loads(Path(index).read_text())["weight_map"]
+    here = {shard: str(cached_file(path, shard)) for shard in set(shards.values())}
+    return {name: here[shard] for name, shard in shards.items()}
 
 
 def file_at(path: str, name: str) -> str | None:
     """Return the local path of the file `name` of a folder or hub id, or None."""
     return cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+
+
+def tensor(file: str, name: str) -> Tensor:
+    with safe_open(file, framework="pt") as opened:
+        return opened.get_tensor(name)
 
 
 def identity(path: str) -> str:

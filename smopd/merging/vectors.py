@@ -23,7 +23,7 @@ from smopd.engine import distributed
 from smopd.engine.models.loading import place_of
 from smopd.engine.student.checkpoint import whole_folder
 from smopd.engine.weights.adapters import PREFIX, Adapter, read_adapter, same_place
-from smopd.engine.weights.architecture import architecture_of, weight_places
+from smopd.engine.weights.architecture import architecture_of, tensor, weight_files
 from smopd.engine.weights.transport import on_cpu
 
 NOT_COPIED = ("*.safetensors", "*.bin*", "manifest.*", "adapter", "optimizer*", "training_args*")
@@ -105,7 +105,7 @@ class TaskVectors:
             merged = self.merged(chosen)
             for file, weights in groupby(merged, key=lambda weight: self.base.file_of[weight[0]]):
                 tensors = {name: on_cpu(value) for name, value in weights}
-                save_file(tensors, partial / file, metadata={"format": "pt"})
+                save_file(tensors, partial / Path(file).name, metadata={"format": "pt"})
                 del tensors  # before the next file's
 
         with whole_folder(folder, {}) as partial:
@@ -136,18 +136,17 @@ class ModelFiles:
         self.path, self.folder = path, folder_of(path)
         self.shapes: dict[str, tuple[int, ...]] = {}
         with reading(path):
-            places = weight_places(str(self.folder))
-            if not places:
+            self.file_of = weight_files(str(self.folder))
+            if not self.file_of:
                 raise FileNotFoundError(f"{path}: has no safetensors files, expected a saved model")
-            self.file_of = {name: Path(file).name for name, file in places.items()}
             for file in sorted(set(self.file_of.values())):
-                with safe_open(self.folder / file, "pt") as opened:
+                with safe_open(file, "pt") as opened:
                     for name in opened.keys():  # noqa: SIM118  no mapping
                         self.shapes[name] = tuple(opened.get_slice(name).get_shape())
 
     def read(self, name: str) -> Tensor:
-        with reading(self.path), safe_open(self.folder / self.file_of[name], "pt") as opened:
-            return opened.get_tensor(name)
+        with reading(self.path):
+            return tensor(self.file_of[name], name)
 
     def change(self, name: str, base: Tensor) -> Tensor | None:
         return self.read(name).to(base) - base
