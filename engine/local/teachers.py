@@ -5,16 +5,17 @@ Shapes: N response tokens in flat order, M teachers, S = kappa entries, D hidden
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from smopd.engine.errors import UnusableModel
-from smopd.engine.local.padding import Dropping, without_padding
 from smopd.engine.models.head import head, response_hidden
 from smopd.engine.models.loading import load_model
 from smopd.engine.models.packing import pack
@@ -27,6 +28,53 @@ from smopd.kernels.checks import check_kappa
 
 if TYPE_CHECKING:
     from smopd.engine.student.student import Student
+
+log = logging.getLogger(__name__)
+
+
+class Dropping:
+    """Counter of dropped vocabulary padding, which warns once."""
+
+    vocabulary: int
+    """The student's vocabulary size."""
+    rows: int
+    """The smallest vocabulary size of the teachers."""
+    dropped = 0
+
+    @property
+    def shared(self) -> int:
+        """The number of ids that the student and all teachers have in common."""
+        return min(self.vocabulary, self.rows)
+
+    def drop(self, entries: int) -> None:
+        if entries > 0 and self.dropped == 0:
+            log.warning("teachers: %d entries so far are vocabulary padding; their slots stay empty", entries)
+        self.dropped += entries
+
+    def inside(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], Tensor]:
+        """Clamp token ids to the teachers' vocabularies; also return (N,) bool of the clamped tokens.
+
+        The caller sets the log-probabilities of clamped tokens to -inf.
+        """
+        none = torch.zeros(0, dtype=torch.int64)
+        outside_N = torch.cat([none, *(r.of_policy(r.response_ids) for r in rollouts)]) >= self.rows
+        if not bool(outside_N.any()):
+            return list(rollouts), outside_N
+        self.drop(int(outside_N.sum()))
+        last = self.rows - 1
+        return [replace(r, response_ids=r.response_ids.clamp(max=last)) for r in rollouts], outside_N
+
+    def without_padding(self, top: TeacherTopK) -> TeacherTopK:
+        """Replace ids that are not shared by empty slots, sorted last."""
+        padding_NMS = top.ids_NMS >= self.shared
+        entries = int(padding_NMS.sum())
+        if entries == 0:
+            return top
+        self.drop(entries)
+        order_NMS = padding_NMS.to(torch.int8).argsort(dim=-1, stable=True)
+        ids_NMS = top.ids_NMS.masked_fill(padding_NMS, 0).gather(-1, order_NMS)
+        logps_NMS = top.logps_NMS.masked_fill(padding_NMS, -torch.inf).gather(-1, order_NMS)
+        return TeacherTopK(ids_NMS, logps_NMS, top.token_logps_NM)
 
 
 @dataclass(frozen=True)
@@ -60,7 +108,7 @@ class LocalTeachers(Dropping):
             raise ValueError("teachers: got none, expected at least one")
         self.teachers = [each if isinstance(each, LocalTeacher) else LocalTeacher(each) for each in models]
         sizes = [head(teacher.model).weight_VD.shape[0] for teacher in self.teachers]
-        self.rows = min(sizes)
+        self.rows, self.largest = min(sizes), max(sizes)
         for i, (teacher, size) in enumerate(zip(self.teachers, sizes, strict=True)):
             require_vocabulary(i, teacher.model.name_or_path or "a model", size, tokens or vocabulary)
             teacher.model.eval().requires_grad_(False)
@@ -81,18 +129,14 @@ class LocalTeachers(Dropping):
             batch = packed.to(self.device)
             for m, teacher in enumerate(self.teachers):
                 use(teacher.model, teacher.adapter)
-                output, hidden_ND = head(teacher.model), response_hidden(teacher.model, batch)
-                top = output.topk(hidden_ND, kappa, batch.token_ids_N, temperature)
-                ids_NS, logps_NS = top.ids_NS, top.logps_NS
-                if output.weight_VD.shape[0] > self.shared:
-                    ids_NS, logps_NS, dropped = without_padding(ids_NS, logps_NS, self.shared)
-                    self.drop(dropped)
+                hidden_ND = response_hidden(teacher.model, batch)
+                top = head(teacher.model).topk(hidden_ND, kappa, batch.token_ids_N, temperature)
                 assert top.token_logp_N is not None
                 place = (batch.flat_N, m)
-                result.ids_NMS[place], result.logps_NMS[place] = ids_NS, logps_NS
+                result.ids_NMS[place], result.logps_NMS[place] = top.ids_NS, top.logps_NS
                 result.token_logps_NM[place] = top.token_logp_N
         result.token_logps_NM[outside_N.to(self.device)] = -torch.inf
-        return result
+        return self.without_padding(result) if self.largest > self.shared else result
 
     def overlaps(self, device: torch.device) -> bool:
         return self.device != device

@@ -15,8 +15,7 @@ from pathlib import Path
 import httpx
 import torch
 
-from smopd.engine.local.padding import Dropping, without_padding
-from smopd.engine.local.teachers import empty_topk
+from smopd.engine.local.teachers import Dropping, empty_topk
 from smopd.engine.models.loading import UnusableModel
 from smopd.engine.models.packing import flat_offsets
 from smopd.engine.remote.servers import Request, RetryPolicy, Servers, ServerUnavailable
@@ -96,14 +95,13 @@ class RemoteTeachers(Dropping):
                 lambda url, answer, part: unpack_answer(answer.content, flat_offsets(part)[-1], kappa),
             )
             ids, logps, token_logps, dropped = zip(*answers, strict=True)
-            ids_NS, logps_NS, padding = without_padding(torch.cat(ids), torch.cat(logps), self.shared)
-            result.ids_NMS[:, m], result.logps_NMS[:, m] = ids_NS, logps_NS
+            result.ids_NMS[:, m], result.logps_NMS[:, m] = torch.cat(ids), torch.cat(logps)
             result.token_logps_NM[:, m] = torch.cat(token_logps)
-            return sum(dropped) + padding
+            return sum(dropped)
 
         with ThreadPoolExecutor(n_teachers, thread_name_prefix="teachers") as pool:
             self.drop(sum(pool.map(ask, range(n_teachers))))
-        return result
+        return self.without_padding(result)
 
     def _score_request(self, m: int, part: list[Rollout], kappa: int, temperature: float) -> Request:
         params = {"kappa": kappa, "temperature": temperature, "weights": self.digests[m]}

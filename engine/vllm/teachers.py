@@ -20,8 +20,7 @@ from vllm.config.lora import LoRAConfig
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
-from smopd.engine.local.padding import Dropping, without_padding
-from smopd.engine.local.teachers import empty_topk, require_vocabulary
+from smopd.engine.local.teachers import Dropping, empty_topk, require_vocabulary
 from smopd.engine.models.loading import UnusableModel, stored_dtype
 from smopd.engine.models.packing import flat_offsets
 from smopd.engine.settings import Vllm
@@ -112,13 +111,11 @@ class VllmTeachers(Dropping):
                     )
                 for m, lora in base.members:
                     answers = ask(llm, together, lora, kappa, temperature)
-                    ids_NS, logps_NS = answers[:, :kappa], answers[:, kappa : 2 * kappa]
-                    self.drop(int((ids_NS[mine] >= self.shared).sum()))
-                    ids_NS, logps_NS, _ = without_padding(ids_NS, logps_NS, self.shared)
-                    result.ids_NMS[:, m], result.logps_NMS[:, m] = ids_NS, logps_NS
-                    result.token_logps_NM[:, m] = answers[:, 2 * kappa]
-        result.token_logps_NM[mine][outside_N] = -torch.inf
-        return TeacherTopK(*(value[mine] for value in vars(result).values()))
+                    result.ids_NMS[:, m], result.logps_NMS[:, m] = answers[:, :-1].tensor_split(2, 1)
+                    result.token_logps_NM[:, m] = answers[:, -1]
+        own = TeacherTopK(*(value[mine] for value in vars(result).values()))
+        own.token_logps_NM[outside_N] = -torch.inf
+        return self.without_padding(own)
 
     def _together(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], slice]:
         """Gather the non-empty rollouts of ranks that share a model, and the slice of this rank's tokens."""
