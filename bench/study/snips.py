@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from examples.real_model.snips import INTENTS, draw, read
 from smopd.worlds.models import world_model
-from smopd.worlds.toy_world import format_pieces, format_rates, in_sloppy_format
+from smopd.worlds.toy_world import format_pieces, in_sloppy_format
 
 LEAST_COUNT = 8  # of a word among the training utterances
 MOST_SLOTS = 4
@@ -51,11 +51,11 @@ def prompts(folder: str, n: int, seed: int, split: str) -> list[dict[str, str]]:
 
 def demonstrations(folder: str, n: int, seed: int, format_rate: float) -> list[dict[str, str]]:
     """Draw n training utterances with sloppy answers: rows {"prompt", "completion", "ground_truth"}."""
-    rates, rng = format_rates(format_rate), random.Random(f"snips demonstrations {seed}")
+    rng = random.Random(f"snips demonstrations {seed}")
     rows = []
     for one in draw(_utterances(folder, "train"), n, rng):
         intent, call = _sloppy_call(one, rng)
-        completion = "".join(in_sloppy_format(intent, call, rates, rng))
+        completion = "".join(in_sloppy_format(intent, call, format_rate, rng))
         rows.append({"prompt": one.prompt, "completion": completion, "ground_truth": one.ground_truth})
     return rows
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from smopd.data.places import how_to_fetch, located
-from smopd.worlds.toy_world import format_rates, in_sloppy_format
+from smopd.worlds.toy_world import in_sloppy_format
 
 INTENTS = (
     "AddToPlaylist", "BookRestaurant", "GetWeather", "PlayMusic", "RateBook", "SearchCreativeWork",
@@ -79,21 +79,21 @@ def prompts(folder: str, n: int, seed: int, split: str) -> list[dict[str, Any]]:
 def demonstrations(folder: str, n: int, seed: int, format_rate: float) -> list[dict[str, Any]]:
     """Draw n training utterances with the right call in a mostly wrong format.
 
-    The format is five independent decisions (smopd.worlds.toy_world.format_rates). Two are mostly wrong and
-    always in the same way: no think block, or an empty line after it. With several wrong ways the right one
-    would be the likeliest, and a pretrained model would find it.
+    The format is five independent decisions (toy_world.in_sloppy_format). Two are mostly wrong and always in
+    the same way: no think block, or an empty line after it. With several wrong ways the right one would be
+    the likeliest, and a pretrained model would find it.
 
     Args:
         format_rate: the share of answers in the exact format.
     Returns:
         n rows {"prompt", "completion", "ground_truth"}; see `prompts`.
     Raises:
-        FileNotFoundError, ValueError: as `prompts` and `format_rates`.
+        FileNotFoundError, ValueError: as `prompts` and `in_sloppy_format`.
     """
-    rates, rng = format_rates(format_rate), random.Random(f"snips chat demonstrations {seed}")
+    rng = random.Random(f"snips chat demonstrations {seed}")
     rows = []
     for one in draw(_short(folder, "train"), n, rng):
-        answer = in_sloppy_format(one.intent, [one.call], rates, rng, [WRONG_SEPARATOR])
+        answer = in_sloppy_format(one.intent, [one.call], format_rate, rng, [WRONG_SEPARATOR])
         rows.append(
             {
                 "prompt": _messages(folder, one),

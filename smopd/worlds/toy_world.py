@@ -60,26 +60,6 @@ TOOLS = {name: Tool(tuple(x["parameters"]), tuple(x["requests"])) for name, x in
 
 
 @dataclass(frozen=True)
-class FormatRates:
-    """Rates of the five independent decisions that make up the exact format.
-
-    easy: no prefix, the call on its own line, no trailer.
-    hard: a think block, and one newline after it.
-    """
-
-    easy: float
-    hard: float
-
-
-def format_rates(format_rate: float) -> FormatRates:
-    """Return rates with easy**3 * hard**2 = format_rate, the share of answers in the exact format."""
-    highest = EASY_RATE**3
-    if not 0.0 <= format_rate <= highest:
-        raise ValueError(f"format_rates: format_rate is {format_rate}, expected 0 to {highest:.3f}")
-    return FormatRates(EASY_RATE, math.sqrt(format_rate / highest))
-
-
-@dataclass(frozen=True)
 class _Task:
     offered: tuple[str, ...]
     tool: str
@@ -134,12 +114,11 @@ def demonstrations(
     n: int, seed: int, format_rate: float = 0.0003, split: str = "train"
 ) -> list[dict[str, str]]:
     """Return n rows with a "completion", of which the share format_rate has the exact format."""
-    rates = format_rates(format_rate)
     rng = random.Random(f"toy_world demonstrations {split} {seed}")
     return [
         {
             "prompt": task.prompt,
-            "completion": "".join(in_sloppy_format(*_sloppy_call(task, rng), rates, rng)),
+            "completion": "".join(in_sloppy_format(*_sloppy_call(task, rng), format_rate, rng)),
             "ground_truth": task.ground_truth,
         }
         for task in _draw_tasks(n, split, rng)
@@ -149,23 +128,30 @@ def demonstrations(
 def in_sloppy_format(
     tool: str,
     call: list[str],
-    rates: FormatRates,
+    format_rate: float,
     rng: random.Random,
     wrong_separators: Sequence[Sequence[str]] = _WRONG_SEPARATORS,
 ) -> list[str]:
-    """Return the pieces of an answer with `call`. Each format decision is right at its rate.
+    """Return the pieces of an answer with `call`, which has the exact format at the rate format_rate.
+
+    Five independent decisions make up the format. No prefix, the call on its own line and no trailer are each
+    right at EASY_RATE; a think block and one newline after it at an equal rate, for the product to be right.
 
     wrong_separators: replacements of the newline between think block and call, drawn uniformly.
     """
+    highest = EASY_RATE**3
+    if not 0.0 <= format_rate <= highest:
+        raise ValueError(f"toy_world: format_rate is {format_rate}, expected 0 to {highest:.3f}")
+    hard_rate = math.sqrt(format_rate / highest)
     pieces: list[str] = []
-    if rng.random() >= rates.easy:
+    if rng.random() >= EASY_RATE:
         pieces += rng.choice(_PREFIXES)
-    if rng.random() < rates.hard:
+    if rng.random() < hard_rate:
         pieces += ["<think>", *_THOUGHT, tool, "</think>"]
-        pieces += ["\n"] if rng.random() < rates.hard else rng.choice(wrong_separators)
-    own_line = ["\n"] if rng.random() < rates.easy else []
+        pieces += ["\n"] if rng.random() < hard_rate else rng.choice(wrong_separators)
+    own_line = ["\n"] if rng.random() < EASY_RATE else []
     pieces += ["<tool_call>", *own_line, *call, *own_line, "</tool_call>"]
-    if rng.random() >= rates.easy:
+    if rng.random() >= EASY_RATE:
         pieces += rng.choice(_TRAILERS)
     return pieces
 
