@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -188,9 +188,8 @@ def _launch(
     def targets(lanes: int, repeats: int, part: int | None = None) -> tuple[Tensor | None, ...]:
         """Return the fields of RowTargets, or Nones without a target."""
         if target is None:
-            return (None,) * len(fields(RowTargets))
-        ready = row_targets(target, n_vocab, lanes, repeats, consecutive, tail=settings.tail, part=part)
-        return tuple(getattr(ready, field.name) for field in fields(RowTargets))
+            return (None,) * len(RowTargets._fields)
+        return row_targets(target, n_vocab, lanes, repeats, consecutive, tail=settings.tail, part=part)
 
     if (
         grad_NV is not None

@@ -8,7 +8,7 @@ Shapes: K slots of a target (a power of two), S support entries; R, L and C as i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -153,8 +153,7 @@ def _target_kernel(
             tl.atomic_or(skipped_ptr + lane_K, bit_K, mask=holds_K, sem="relaxed")
 
 
-@dataclass(frozen=True)
-class RowTargets:
+class RowTargets(NamedTuple):
     """Prepared targets, K slots a row. A segment is the part of a block of one lane: R C <= 16 elements.
 
     Attributes:
@@ -222,7 +221,7 @@ def row_targets(
     )
     _target_kernel[(n_rows,)](
         ids.contiguous(), logps.contiguous(), n_rows,
-        ready.ids_NK, ready.logps_NK, ready.id_logps_NK, ready.masses_2N, ready.holes_NK, ready.skipped_NL,
+        *ready,
         V=n_vocab, S=ids.shape[-1], K=slots, R=repeats, L=lanes, C=consecutive, PART=part,
         DISTINCT=distinct, num_warps=max(slots // _SLOTS_A_WARP, 1), num_stages=1,
         enable_fp_fusion=True,
