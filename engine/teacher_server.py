@@ -60,7 +60,10 @@ def application(teacher: LocalTeachers | VllmTeachers, path: str, vocabulary: in
     def score(content: bytes, params: QueryParams) -> Response:
         if params.get("weights", weights) != weights:
             raise ValueError(f"this server holds the weights {weights}, expected {params['weights']}")
-        rollouts, temperature = unpack_request(content, vocabulary), temperature_of(params)
+        temperature = float(params.get("temperature", 1.0))
+        if not TEMPERATURES[0] <= temperature <= TEMPERATURES[1]:
+            raise ValueError(f"temperature is {temperature:g}, expected one in {list(TEMPERATURES)}")
+        rollouts = unpack_request(content, vocabulary)
         with one_at_a_time:
             before = teacher.dropped
             top = teacher.score(rollouts, int(params["kappa"]), temperature)
@@ -102,13 +105,6 @@ def _endpoint(answer: Callable[[bytes, QueryParams], Response]) -> Callable[[Req
             return Response(status_code=400)  # nobody reads it
 
     return endpoint
-
-
-def temperature_of(params: QueryParams) -> float:
-    temperature = float(params.get("temperature", 1.0))
-    if not TEMPERATURES[0] <= temperature <= TEMPERATURES[1]:
-        raise ValueError(f"temperature is {temperature:g}, expected one in {list(TEMPERATURES)}")
-    return temperature
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from smopd.kernels.types import LossSettings, LossStats, LossTokens, TopK
 
 log = logging.getLogger(__name__)
 MAX_SKIPPED_UPDATES = 3  # ours
+PerToken = TypeVar("PerToken", TopK, LossStats)
 
 
 @dataclass(frozen=True)
@@ -131,20 +133,14 @@ class Student:
 
     def topk(self, rollouts: Sequence[Rollout], kappa: int, temperature: float) -> TopK:
         """Return the `kappa` most likely tokens at each of the N response positions; a collective call."""
-        n_tokens = flat_offsets(rollouts)[-1]
-        ids_NS = torch.zeros(n_tokens, kappa, dtype=torch.int32, device=self.device)
-        logps_NS = torch.zeros(n_tokens, kappa, device=self.device)
-        token_logp_N = torch.zeros(n_tokens, device=self.device)
+        batches, parts = self._micro_batches(rollouts), []
         self.policy.eval()  # nothing to checkpoint for a backward
         with torch.no_grad():
-            for batch in self._micro_batches(rollouts):
+            for batch in batches:
                 topk = partial(Head.topk, kappa=kappa, token_ids_N=batch.token_ids_N, temperature=temperature)
-                top: TopK = self.strategy.forward(batch, topk)
-                assert top.token_logp_N is not None
-                ids_NS[batch.flat_N], logps_NS[batch.flat_N] = top.ids_NS, top.logps_NS
-                token_logp_N[batch.flat_N] = top.token_logp_N
+                parts.append(self.strategy.forward(batch, topk))
         train_mode(self.policy)
-        return TopK(ids_NS, logps_NS, token_logp_N)
+        return joined(parts, batches)
 
     def update(self, rollouts: Sequence[Rollout], tokens: LossTokens, settings: LossSettings) -> Update:
         """Take an optimizer step on this rank's share of a mini-batch, which may be empty; a collective call.
@@ -152,8 +148,7 @@ class Student:
         tokens: in the flat token order of `rollouts`, with global denominators. Raise NonFinite after
         more than MAX_SKIPPED_UPDATES skipped updates.
         """
-        parts, places = [], []
-        batches = self._micro_batches(rollouts)
+        batches, parts = self._micro_batches(rollouts), []
         if self.settings.router_aux_loss_coef:
             here = torch.tensor(flat_offsets(rollouts)[-1], device=self.device)
             every = max(1, int(distributed.all_reduce(here)))
@@ -162,7 +157,6 @@ class Student:
             loss, stats = self.strategy.forward(batch, _through_loss(tokens, batch, settings))
             self.strategy.backward(loss, last=i + 1 == len(batches))
             parts.append(stats)
-            places.append(batch.flat_N)
         factor = min(1.0, (self.updates + 1) / max(1, self.settings.warmup_steps))
         if self.schedule is not None:
             factor *= self.schedule(self.updates)
@@ -173,7 +167,7 @@ class Student:
         if self.skipped > MAX_SKIPPED_UPDATES:
             skips = f"{self.skipped} updates were skipped, at most {MAX_SKIPPED_UPDATES} are allowed"
             raise NonFinite(f"update {self.updates}: gradient norm {grad_norm}; {skips}")
-        return Update(join_stats(parts, places), grad_norm, skipped, len(batches))
+        return Update(joined(parts, batches), grad_norm, skipped, len(batches))
 
     @torch.no_grad()
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -249,15 +243,15 @@ def _without_dropout(model: PreTrainedModel) -> None:
                 setattr(module, name, 0.0)
 
 
-def join_stats(parts: Sequence[LossStats], places: Sequence[Tensor]) -> LossStats:
-    """Join statistics of parts: scatter per-token fields to `places` and sum the loss terms."""
-    place_N = torch.cat(list(places))
-    joined: dict[str, Tensor] = {}
+def joined(parts: Sequence[PerToken], batches: Sequence[TokenBatch]) -> PerToken:
+    """Join the results of micro-batches: columns into the flat token order, loss terms by their sum."""
+    place_N = torch.cat([batch.flat_N for batch in batches])
+    fields: dict[str, Tensor] = {}
     for name, first in vars(parts[0]).items():
         values = [getattr(part, name) for part in parts]
         if first.dim() == 0:
-            joined[name] = torch.stack(values).sum()
+            fields[name] = torch.stack(values).sum()
         else:
             flat_N = torch.cat(values)
-            joined[name] = torch.empty_like(flat_N).index_copy_(0, place_N, flat_N)
-    return LossStats(**joined)
+            fields[name] = torch.empty_like(flat_N).index_copy_(0, place_N, flat_N)
+    return type(parts[0])(**fields)

@@ -61,12 +61,6 @@ def _normalise(values_RK: Tensor, size_RK: Tensor, groups: _Groups, norm_eps: fl
     return torch.where(varied_RK[groups.index_R], centred_RK / scale_RK[groups.index_R], 0.0)
 
 
-def _weights(weights_K: Tensor | None, rewards_RK: Tensor) -> Tensor:
-    if weights_K is None:
-        return torch.ones(rewards_RK.shape[1], dtype=torch.float64, device=rewards_RK.device)
-    return weights_K.to(device=rewards_RK.device, dtype=torch.float64)
-
-
 def _whitened(adv_R: Tensor, count_R: Tensor, whiten: str, norm_eps: float, process_group: Any) -> Tensor:
     """Whiten over the samples of all ranks of process_group; adv_R counts count_R times."""
     count = steady_sum(count_R)
@@ -101,7 +95,8 @@ def advantages(
 ) -> tuple[Tensor, Tensor | None]:
     """Return adv_R and kept_R (None except for GD2PO)."""
     dtype = compute_dtype(rewards_RK.dtype)
-    values_RK, weights_K = rewards_RK.to(torch.float64), _weights(options.weights_K, rewards_RK)
+    values_RK, weights_K = rewards_RK.to(torch.float64), options.weights_K
+    weights_K = values_RK.new_ones(values_RK.shape[1]) if weights_K is None else weights_K.to(values_RK)
     groups, kept_R = _groups(group_R), None
     if options.kind == "grpo":
         # A reward of weight 0 has no effect, even if it is NaN.
