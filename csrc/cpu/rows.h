@@ -1,4 +1,4 @@
-// A row's terms and their gradient by closed forms; see kernels/reference/rows.py.
+// A row's terms and their gradient by closed forms; see kernels/reference/loss.py.
 //
 // One pass stores the row's exponentials and sums them; a second pass turns them into the gradient. With a tail
 // bucket the stream skips the support, so that the student's mass outside is its own sum. The entries of the

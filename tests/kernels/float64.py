@@ -18,7 +18,7 @@ from torch import Tensor
 from bench.harness import objective
 from bench.harness.accuracy import CANCELLATION, LOGP, ULPS, ulp
 from smopd.kernels.reference import loss as reference_loss
-from smopd.kernels.reference.rows import prepare_target
+from smopd.kernels.reference.loss import prepare_target
 from smopd.kernels.types import SparseTarget, TokenTerms, loss_target
 from smopd.ops import (
     CLIP_DUAL,
