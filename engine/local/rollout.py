@@ -13,27 +13,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from smopd.engine.errors import UnusableModel
-from smopd.engine.models.attention import (
-    layer_masks,
-    reset_rope,
-    rope_boundary,
-    set_attention,
-    set_token_attention,
-    why_not_packed,
-    why_not_pieces,
-)
+from smopd.engine.models import attention, paths
 from smopd.engine.models.loading import cache_argument
-from smopd.engine.models.paths import (
-    architecture,
-    brief,
-    check_rollouts,
-    difference,
-    native_attention,
-    single_logps,
-)
 from smopd.engine.types import Rollout, Sampling
 from smopd.engine.weights.architecture import checked
 from smopd.kernels.dispatch import serving
@@ -88,7 +73,7 @@ class LocalRollout:
         self.max_batch_tokens = max_batch_tokens
         self.policy_version = 0
         self.in_place = False
-        self.boundary = rope_boundary(model.config.get_text_config())
+        self.boundary = attention.rope_boundary(model.config.get_text_config())
         self.way = self._choose_way()
         self.end_ids = torch.tensor(sorted(end_ids), device=model.device)
         self.in_place = decoding == "in_place" or (decoding == "auto" and model.device.type == "cuda")
@@ -101,28 +86,28 @@ class LocalRollout:
 
     def _choose_way(self) -> Way:
         """Return the fastest way whose log-probabilities agree with transformers' forward."""
-        reasons = [why_not_packed(self.model)]
+        reasons = [attention.why_not_packed(self.model)]
         ways: list[Way] = ["alone", "uncached"] if reasons[0] else ["together", "alone", "uncached"]
-        key = architecture(self.model)
+        key = paths.architecture(self.model)
         self.end_ids = torch.empty(0, dtype=torch.int64, device=self.model.device)
-        prompts = list(dict.fromkeys(rollout.prompt_ids for rollout in check_rollouts(self.model)))
+        prompts = list(dict.fromkeys(rollout.prompt_ids for rollout in paths.check_rollouts(self.model)))
         sampling = Sampling(n=2, max_new_tokens=CHECK_TOKENS)
         for self.way in ways:
-            set_attention(self.model, "plain")
+            attention.set_attention(self.model, "plain")
             if self.way == "together":
-                set_token_attention(self.model)
+                attention.set_token_attention(self.model)
             if self.way == _WAYS.get(key):
                 return self.way
             try:
                 rollouts = self.generate(prompts, range(len(prompts)), sampling)
-                with torch.no_grad(), native_attention(self.model):
-                    expected_N = single_logps(self.model, rollouts)
+                with torch.no_grad(), paths.native_attention(self.model):
+                    expected_N = paths.single_logps(self.model, rollouts)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever this architecture cannot do
-                reasons.append(f"{self.way}: {brief(error)}")
+                reasons.append(f"{self.way}: {paths.brief(error)}")
                 continue
-            off = difference(self.model, torch.cat([each.logps for each in rollouts]), expected_N.cpu())
+            off = paths.difference(self.model, torch.cat([each.logps for each in rollouts]), expected_N.cpu())
             if off is None:
                 if self.way != "together":
                     log.warning("sampling one prompt at a time, prompts %s: %s", self.way, reasons[-1])
@@ -189,21 +174,19 @@ class LocalRollout:
 
     def _begin(self, prompts: list[tuple[int, ...]], groups: list[int], sampling: Sampling) -> Begun:
         """Read prompts padded on the left."""
-        reset_rope(self.model)
+        attention.reset_rope(self.model)
         device, n = self.model.device, sampling.n
-        longest = max(len(prompt) for prompt in prompts)
-        ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
-        real = torch.zeros(len(prompts), longest, dtype=torch.bool)
-        for i, prompt in enumerate(prompts):
-            ids[i, longest - len(prompt) :] = torch.tensor(prompt)
-            real[i, longest - len(prompt) :] = True
-        ids, real = ids.to(device), real.to(device)
+        rows = [torch.tensor(prompt, dtype=torch.int64) for prompt in prompts]
+        ids = pad_sequence(rows, batch_first=True, padding_side="left").to(device)
+        longest, lengths = ids.shape[1], torch.tensor([len(row) for row in rows], device=device)
+        real = torch.arange(longest, device=device) >= longest - lengths[:, None]
         position = (real.cumsum(-1) - 1).clamp(min=0)
         causal = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
         own = torch.eye(longest, dtype=torch.bool, device=device)
         mask = (causal & real[:, None, None, :]) | own
         cache = DynamicCache()  # without a config, layers with windows keep all positions for the mask
-        logits = self.forward(ids, layer_masks(self.model, mask, position, position), position, cache)
+        masks = attention.layer_masks(self.model, mask, position, position)
+        logits = self.forward(ids, masks, position, cache)
         keys_R = torch.tensor(groups, device=device).repeat_interleave(n)
         samples_R = torch.arange(n, device=device).repeat(len(prompts))
         uniform_RT = uniform(sampling.seed, keys_R, samples_R, sampling.max_new_tokens)
@@ -234,7 +217,7 @@ class LocalRollout:
                 seen, position = seen[kept], position[kept]
             seen = torch.cat([seen, seen.new_ones(len(rows), 1)], dim=1)
             keys = position - seen.shape[1] + 1 + torch.arange(seen.shape[1], device=device)
-            mask = layer_masks(self.model, seen[:, None, None, :], position, keys)
+            mask = attention.layer_masks(self.model, seen[:, None, None, :], position, keys)
             logits = self.forward(token[:, None], mask, position, cache)
             position = position + 1
         return tokens_RT, logps_RT
@@ -251,7 +234,7 @@ class LocalRollout:
             crossing = self.boundary is not None and seen_RL.shape[1] == self.boundary + 1
             if self.way == "uncached" or step == 0 or crossing:  # then earlier keys are rotated anew
                 ids = seen_RL
-                reset_rope(self.model)
+                attention.reset_rope(self.model)
                 if self.way != "uncached":
                     options[cache_argument(self.model)] = DynamicCache(config=self.model.config)
             logits_RV = self.model(input_ids=ids, **options).logits[:, -1]
@@ -276,9 +259,9 @@ def why_not_in_place(model: PreTrainedModel, way: Way) -> str | None:
     config = model.config.get_text_config()
     if any(getattr(config, name, None) for name in EXPERTS):
         return "its layers have experts, whose tokens are counted on the host"
-    if rope_boundary(config) is not None:
+    if attention.rope_boundary(config) is not None:
         return "its rotary embedding depends on the sequence's length"
-    return why_not_pieces(model)
+    return attention.why_not_pieces(model)
 
 
 def draw(logits_RV: Tensor, sampling: Sampling, uniform_R: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,16 +13,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME, cached_file
 
 from smopd.engine.errors import UnusableModel
@@ -59,7 +52,7 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str 
     """
     place, config = _read_config(path)
     with load_errors(path):
-        found: Any = AutoModelForCausalLM.from_pretrained(
+        found: Any = transformers.AutoModelForCausalLM.from_pretrained(
             place, config=config, dtype=dtype, output_loading_info=True, **custom_code()
         )
     model: PreTrainedModel = found[0]
@@ -97,7 +90,7 @@ def _mend_generation(model: PreTrainedModel, path: str | Path) -> None:
     except ValueError as error:
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         ids = {name: value for name in names if (value := getattr(given, name)) not in (None, -1)}
-        model.generation_config = GenerationConfig(**ids)
+        model.generation_config = transformers.GenerationConfig(**ids)
         why = " ".join(str(error).split())[:200]
         log.warning("model %s: exports keep only the token ids of its generation config (%s)", path, why)
 
@@ -106,7 +99,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of the model at `path`; FileNotFoundError or UnusableModel."""
     place = place_of(path)
     with load_errors(path):
-        tokenizer = AutoTokenizer.from_pretrained(place, **custom_code())
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place, **custom_code())
     files = list(tokenizer.vocab_files_names.values())
     # without files, transformers creates an empty tokenizer
     if files and Path(place).is_dir() and not any((Path(place) / file).is_file() for file in files):
@@ -137,9 +130,9 @@ def describe(
     place, config = _read_config(path)
     with load_errors(path):
         try:
-            generation = GenerationConfig.from_pretrained(place)
+            generation = transformers.GenerationConfig.from_pretrained(place)
         except OSError:  # older checkpoints have no generation_config.json
-            generation = GenerationConfig.from_model_config(config)
+            generation = transformers.GenerationConfig.from_model_config(config)
     ends = generation.eos_token_id
     listed = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
     if wrong := [end for end in listed if not isinstance(end, int | None)]:
@@ -183,7 +176,7 @@ def _read_config(path: str | Path) -> tuple[str, PreTrainedConfig]:
     if Path(place).is_dir() and not (Path(place) / "config.json").is_file():
         raise FileNotFoundError(f"model {path}: this folder has no config.json, expected a saved model")
     with load_errors(path):
-        return place, AutoConfig.from_pretrained(place, **custom_code())
+        return place, transformers.AutoConfig.from_pretrained(place, **custom_code())
 
 
 def place_of(path: str | Path) -> str:

@@ -12,14 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from smopd.engine.errors import UnusableModel
-from smopd.engine.models.attention import (
-    reset_rope,
-    rope_boundary,
-    set_attention,
-    why_not_packed,
-    why_not_pieces,
-    window_of,
-)
+from smopd.engine.models import attention
 from smopd.engine.models.head import head, response_hidden
 from smopd.engine.models.loading import decoder_of
 from smopd.engine.models.packing import flat_offsets, pack
@@ -54,8 +47,8 @@ def choose(model: PreTrainedModel, wanted: str, dtype: torch.dtype) -> Layout:
     wanted: "auto", "sdpa" (never by pieces) or "flash" (by pieces). Raise ValueError if "flash" cannot serve
     the model, UnusableModel if even single sequences disagree with transformers.
     """
-    not_pieces = "as set" if wanted == "sdpa" else why_not_pieces(model, dtype)
-    not_packed = why_not_packed(model)
+    not_pieces = "as set" if wanted == "sdpa" else attention.why_not_pieces(model, dtype)
+    not_packed = attention.why_not_packed(model)
     reasons = list(dict.fromkeys(reason for reason in (not_pieces, not_packed) if reason))
     ways: list[Attends] = [] if not_pieces else ["pieces"]
     if wanted != "flash":
@@ -78,7 +71,7 @@ def choose_together(models: Sequence[PreTrainedModel]) -> Layout:
     layouts = [choose(model, "auto", model.dtype) for model in different]
     slowest = max(layouts, key=lambda layout: list(DESCRIPTIONS).index(layout.attends))
     for model in different:
-        set_attention(model, slowest.attends)
+        attention.set_attention(model, slowest.attends)
     if slowest.attends != "pieces":
         log.info("frozen models, attention: %s", slowest.description)
     limits = [layout.alone_above for layout in layouts if layout.alone_above is not None]
@@ -87,8 +80,8 @@ def choose_together(models: Sequence[PreTrainedModel]) -> Layout:
 
 def layout_of(model: PreTrainedModel, attends: Attends, reasons: Sequence[str] = ()) -> Layout:
     """Set how `model` attends and return the layout."""
-    set_attention(model, attends)
-    boundary = rope_boundary(model.config.get_text_config())
+    attention.set_attention(model, attends)
+    boundary = attention.rope_boundary(model.config.get_text_config())
     why = f" ({'; '.join(reasons)})" if reasons else ""
     return Layout(attends, SHORT if model.device.type == "cpu" else 0, boundary, DESCRIPTIONS[attends] + why)
 
@@ -161,7 +154,8 @@ def check_rollouts(model: PreTrainedModel) -> list[Rollout]:
     longest = min(longest, getattr(config, "max_position_embeddings", None) or longest)
     if model.device.type == "cpu":
         longest = min(longest, CPU_LENGTH)
-    reach = [n for n in (window_of(config), rope_boundary(config)) if n is not None and n + 12 <= longest]
+    edges = (attention.window_of(config), attention.rope_boundary(config))
+    reach = [n for n in edges if n is not None and n + 12 <= longest]
     generator = torch.Generator().manual_seed(0)
     rollouts = []
     for group, (prompt, lengths) in enumerate([(5, (6, 3)), (max(9, *(n + 5 for n in reach), 9), (4, 7))]):
@@ -178,7 +172,7 @@ def check_rollouts(model: PreTrainedModel) -> list[Rollout]:
 def native_attention(model: PreTrainedModel) -> Iterator[None]:
     """Attend as transformers does while the context is active."""
     before = model.config._attn_implementation
-    set_attention(model, "plain")
+    attention.set_attention(model, "plain")
     try:
         yield
     finally:
@@ -193,7 +187,7 @@ def single_logps(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> Tensor:
         ids = torch.cat([torch.tensor(rollout.prompt_ids), rollout.response_ids[:-1]])[None].to(model.device)
         n = len(rollout.response_ids)
         options = {"logits_to_keep": n} if keeps else {}
-        reset_rope(model)
+        attention.reset_rope(model)
         logits = model(input_ids=ids, use_cache=False, **options).logits[0, -n:]
         response = rollout.response_ids.to(model.device)
         logps.append(logits.float().log_softmax(-1).gather(-1, response[:, None])[:, 0])

@@ -12,15 +12,9 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
 from torch.distributed.tensor import DTensor
 
 from smopd.engine import distributed
@@ -137,15 +131,15 @@ def _shard(policy: Policy, settings: TrainSettings, device: torch.device) -> Pol
     offload, several = settings.offload_optimizer, distributed.world_size() > 1
     options: dict[str, Any] = {
         "mesh": _grid(settings.shard_size, device),
-        "mp_policy": MixedPrecisionPolicy(getattr(torch, settings.compute_dtype), torch.float32),
-        "offload_policy": CPUOffloadPolicy(device.type == "cuda") if offload else OffloadPolicy(),
+        "mp_policy": fsdp.MixedPrecisionPolicy(getattr(torch, settings.compute_dtype), torch.float32),
+        "offload_policy": fsdp.CPUOffloadPolicy(device.type == "cuda") if offload else fsdp.OffloadPolicy(),
     }
     if several or offload or sum(parameter.numel() for parameter in policy.parameters()) > ROOT_ONLY:
         for layer in decoder_layers(policy.model):
-            fully_shard(layer, **options)
-    fully_shard(policy, **options)
+            fsdp.fully_shard(layer, **options)
+    fsdp.fully_shard(policy, **options)
     for module in policy.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, fsdp.FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             if several:  # on one rank torch would copy the gradient for nothing
                 module.set_gradient_divide_factor(1.0)
