@@ -11,10 +11,8 @@ raises ValueError on a CPU; on a GPU its row becomes NaN. smopd/kernels/ops has 
 from __future__ import annotations
 
 from smopd.kernels.ops.advantages import gd2po_advantages, gdpo_advantages, grpo_advantages
-from smopd.kernels.ops.forward_kl import topk_forward_kl
-from smopd.kernels.ops.linear import linear_smopd_loss
-from smopd.kernels.ops.loss import smopd_loss
-from smopd.kernels.ops.mixture import teacher_mixture
+from smopd.kernels.ops.forward_kl import teacher_mixture, topk_forward_kl
+from smopd.kernels.ops.loss import linear_smopd_loss, smopd_loss
 from smopd.kernels.ops.topk import linear_topk_logprobs, topk_logprobs
 from smopd.kernels.types import (
     CLIP_DUAL,

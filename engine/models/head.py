@@ -19,8 +19,7 @@ from transformers.utils import ModelOutput
 from smopd.engine.models.attention import decoder_inputs, reset_rope
 from smopd.engine.models.loading import decoder_of, logit_cap, logit_factor
 from smopd.engine.types import TokenBatch
-from smopd.kernels.ops.linear import linear_smopd_loss
-from smopd.kernels.ops.loss import smopd_loss
+from smopd.kernels.ops.loss import linear_smopd_loss, smopd_loss
 from smopd.kernels.ops.topk import linear_topk_logprobs, topk_logprobs
 from smopd.kernels.types import LossSettings, LossStats, LossTokens, TopK
 
