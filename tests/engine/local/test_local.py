@@ -6,7 +6,7 @@ That draws follow the distribution is shown by tests/kernels/conformance/test_dr
 import pytest
 import torch
 
-from smopd.engine.local import decode
+from smopd.engine.local import rollout as decode
 from smopd.engine.local.rollout import LocalRollout, draw, uniform
 from smopd.engine.types import Sampling
 from tests.engine.tiny import END, VOCABULARY, assert_sampled_by, model_of, plain_logps, tiny_model
