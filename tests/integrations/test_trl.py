@@ -14,7 +14,7 @@ pytest.importorskip("trl", reason="needs trl (the trl extra)")
 
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
 
-from smopd.integrations.trl_mixture import completions_of
+from smopd.integrations.trl import completions_of
 from smopd.ops import LossSettings, LossTokens, gd2po_advantages, gdpo_advantages, smopd_loss, topk_logprobs
 from smopd.worlds.models import world_tokenizer
 from smopd.worlds.toy_world import vocabulary
