@@ -21,7 +21,7 @@ from bench.study.experiments import EXPERIMENTS
 from smopd.config.cli import read_settings
 from smopd.config.schedule import BASE, Steps, count_steps
 from smopd.engine.files import write_atomically
-from smopd.report.colours import PALETTE, assign
+from smopd.report.tables import PALETTE, assign
 
 KINDS = ("greedy", "sampled")
 

@@ -14,8 +14,7 @@ from jinja2 import Environment, FileSystemLoader
 from smopd.engine.files import write_atomically
 from smopd.record.alarms import alarms_of
 from smopd.report.charts import Lines, overview, sections
-from smopd.report.colours import PALETTE, assign
-from smopd.report.tables import Row, cell, heading
+from smopd.report.tables import PALETTE, Row, assign, cell, heading
 
 SAMPLED_STEPS = 12  # ours: evenly spaced steps of a run whose samples are shown
 FAINTEST = 0.05  # ours: below, a token has no color

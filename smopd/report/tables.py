@@ -1,13 +1,34 @@
-"""Result tables for a terminal and the report."""
+"""Result tables for a terminal and the report, and one color per method there and in the docs' figures."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
+
+PALETTE = {
+    "blue": "#3b82c4",
+    "orange": "#d9822b",
+    "green": "#2b9a5e",
+    "red": "#cf4b4b",
+    "gray": "#7c8794",
+    "purple": "#8b62c9",
+    "teal": "#2fa6ad",
+    "pink": "#cc69a8",
+    "brown": "#96714d",
+    "olive": "#a59a1c",
+}
+"""Colors that are readable on white and on black."""
+PREFERRED = {
+    "specialize": ("blue", "orange", "teal", "olive"),
+    "weights": ("green",),
+    "published": ("red",),
+    "train": ("gray", "purple", "brown"),
+}
+"""Colors of each stage, and for merges of each method."""
 
 
 @dataclass(frozen=True)
@@ -39,3 +60,12 @@ def heading(column: str) -> str:
 def cell(row: Row, column: str) -> str:
     value = row.values.get(column, "-")
     return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def assign(kinds: Mapping[str, str]) -> dict[str, str]:
+    """Return the name of each run's color. `kinds` has each run's stage, or its method if it merges."""
+    found: dict[str, str] = {}
+    for i, (run, kind) in enumerate(kinds.items()):
+        free = [name for name in (*PREFERRED.get(kind, ()), *PALETTE) if name not in found.values()]
+        found[run] = free[0] if free else [*PALETTE][i % len(PALETTE)]
+    return found

@@ -12,9 +12,8 @@ from rich.console import Console
 
 from smopd.config.schedule import count_steps
 from smopd.report.charts import ticks
-from smopd.report.colours import PALETTE, assign
 from smopd.report.page import Report, write_report
-from smopd.report.tables import Row, table
+from smopd.report.tables import PALETTE, Row, assign, table
 
 EVIL = '<script>alert("x")</script>[red]&|'
 ROWS = [
