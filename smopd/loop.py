@@ -23,8 +23,7 @@ from smopd.engine.student.checkpoint import Checkpoints, saved_steps
 from smopd.engine.student.student import Student
 from smopd.engine.weights.transport import publish_weights
 from smopd.objective import Objective, opd_coef
-from smopd.record.metrics import Metrics
-from smopd.record.profile import profiled
+from smopd.record.metrics import Metrics, profiled
 from smopd.record.recorder import Recorder, StepResult
 from smopd.step.conversation import Conversations
 from smopd.step.held_out import evaluate_held_out

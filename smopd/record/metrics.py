@@ -1,14 +1,16 @@
-"""Means, standard deviations and sums of one step, accumulated locally and reduced once over all ranks."""
+"""What a step measures: means, deviations, sums and times, reduced once over all ranks, and a trace."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import methodcaller
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, profiler
 
 from smopd.engine import distributed
 
@@ -73,3 +75,22 @@ def _reduced(values: dict[str, Tensor], op: str) -> dict:
         return {}
     reduced = distributed.all_reduce(torch.stack([*values.values()]), op)
     return dict(zip(values, reduced.tolist(), strict=True))
+
+
+@contextmanager
+def profiled(folder: Path, step: int | None, done: int) -> Iterator[Callable[[], None]]:
+    """Yield a function to call after each step; write the trace of `step`, counted from 1, to `folder`.
+
+    `done` steps were taken before this command.
+    """
+    if step is None or step <= done:
+        yield lambda: None
+        return
+    trace = folder / f"trace_step_{step}_rank_{distributed.rank()}.json.gz"
+    before = step - done - 1
+    schedule = profiler.schedule(wait=max(before - 1, 0), warmup=min(before, 1), active=1, repeat=1)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    write = methodcaller("export_chrome_trace", str(trace))
+    with profiler.profile(schedule=schedule, on_trace_ready=write) as profile:
+        yield profile.step
