@@ -68,22 +68,19 @@ class TeacherPooler(Pooler):
         counts, ends = cursor.num_scheduled_tokens_cpu.tolist(), cursor.seq_lens_cpu.tolist()
         begins = [end - count for end, count in zip(ends, counts, strict=True)]
         requests = [params.extra_kwargs for params in pooling_metadata.pooling_params]
-        parts = []
-        for request, begin, end in zip(requests, begins, ends, strict=True):
+        hidden, token_ids = [], []
+        for request, chunk, begin, end in zip(
+            requests, hidden_states.split(counts), begins, ends, strict=True
+        ):
             rows = load(request["rows"])
-            inside_N = (rows["predictor_N"] >= begin) & (rows["predictor_N"] < end)
-            parts.append({name: value[inside_N] for name, value in rows.items()})
-        lengths = [len(part["token_ids_N"]) for part in parts]
-        hidden = [
-            each[(part.pop("predictor_N") - begin).to(each.device)]
-            for each, part, begin in zip(hidden_states.split(counts), parts, begins, strict=True)
-        ]
-        joined = {
-            name: torch.cat([part[name] for part in parts]).to(hidden_states.device, non_blocking=True)
-            for name in parts[0]
-        }
+            place_N = rows["predictor_N"] - begin
+            inside_N = (place_N >= 0) & (place_N < end - begin)
+            hidden.append(chunk[place_N[inside_N].to(chunk.device)])
+            token_ids.append(rows["token_ids_N"][inside_N])
+        token_ids_N = torch.cat(token_ids).to(hidden_states.device, non_blocking=True)
         kappa, temperature = requests[0]["kappa"], requests[0]["temperature"]  # equal for all
-        answers = self.answer(torch.cat(hidden), kappa, temperature, **joined).split(lengths)
+        joined = self.answer(torch.cat(hidden), kappa, temperature, token_ids_N)
+        answers = joined.split([len(each) for each in token_ids])
         results: list[Tensor | None] = []
         states, finished = pooling_metadata.pooling_states, cursor.get_finished_mask()
         for state, begin, answer, done in zip(states, begins, answers, finished, strict=True):
