@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,16 +14,20 @@ from typing import Any
 from smopd import extra  # noqa: F401 reports missing packages
 
 # isort: split
+import numpy as np
 import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from smopd.engine.files import write_atomically
 from smopd.engine.imports import IMPORT_PATH, import_function
 from smopd.evals.api_bank.suite import ApiBankEvaluation
 from smopd.evals.bfcl.suite import Bfcl
 from smopd.evals.responses import Response, given_responses, sampler, spread
-from smopd.evals.results import COVERAGE, DRAWS, SEED, intervals, show, write_items, write_json
 from smopd.evals.rlla import RllaEvaluation
 from smopd.evals.safety import SafetyEvaluation
-from smopd.evals.suite import Evaluation, Suite
+from smopd.evals.suite import Column, Evaluation, Scores, Suite
 from smopd.record.progress import say_error
 from smopd.run.failures import MISTAKES
 
@@ -31,6 +37,12 @@ SUITES: dict[str, type[Evaluation]] = {
     "rlla": RllaEvaluation,
     "safety": SafetyEvaluation,
 }
+DRAWS = 2_000  # bootstrap samples; ours
+SEED = 0  # ours: the same scores give the same intervals
+COVERAGE = 0.95
+ROW = ("key", "group", "response", "finished", "truth", "prompt_cut")  # all other entries of a row are scores
+
+Interval = tuple[float, float]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -111,7 +123,8 @@ def evaluate(command: Evaluation, suite: Suite, responses: Sequence[Response], *
         raise KeyError(f"{suite.name}: summary has the reserved names {sorted(clash)}")
     content |= summary
     items = write_items(command.output, suite, responses, scores)
-    written = write_json(command.output / f"{suite.name}.json", content)
+    written = command.output / f"{suite.name}.json"
+    write_atomically(written, (json.dumps(content, indent=2) + "\n").encode())
     show(suite, _title(command, suite, of), str(command.model or command.responses), content, counts)
     if cut:
         print(f"{cut} prompts were cut to their last {command.max_prompt_tokens} tokens")
@@ -130,6 +143,84 @@ def _title(command: Evaluation, suite: Suite, of: int) -> str:
 
 def _groups(suite: Suite) -> list[str]:
     return [item.group for item in suite.items]
+
+
+def intervals(suite: Suite, groups: Sequence[str], scores: Sequence[Scores]) -> dict[str, Interval]:
+    """Return the percentile bootstrap interval of each column; items are resampled within their group."""
+    rows: dict[str, list[int]] = {}
+    for row, group in enumerate(groups):
+        rows.setdefault(group, []).append(row)
+    blocks = [np.array(block) for block in rows.values()]
+    drawn_groups = [group for group, block in rows.items() for _ in block]
+    generator = np.random.default_rng(SEED)
+    values: dict[str, list[float]] = {column.key: [] for column in suite.columns}
+    for _ in range(DRAWS):
+        picked = np.concatenate([block[generator.integers(block.size, size=block.size)] for block in blocks])
+        drawn = suite.summary(drawn_groups, [scores[row] for row in picked.tolist()])
+        for key, kept in values.items():
+            value = drawn.get(key)
+            if value is not None and math.isfinite(value):
+                kept.append(value)
+    tails = [50 * (1 - COVERAGE), 50 * (1 + COVERAGE)]
+    found = {key: np.percentile(kept, tails).tolist() for key, kept in values.items() if kept}
+    return {key: (low, high) for key, (low, high) in found.items()}
+
+
+def write_items(
+    output: Path, suite: Suite, responses: Sequence[Response], scores: Sequence[Scores] | None = None
+) -> Path:
+    """Write every response, with its scores if given."""
+    lines = []
+    for i, (item, response) in enumerate(zip(suite.items, responses, strict=True)):
+        row = {
+            "key": item.key,
+            "group": item.group,
+            "response": response.text,
+            "finished": response.finished,
+            "truth": item.truth,
+        }
+        if response.prompt_cut:
+            row["prompt_cut"] = True
+        if scores is not None:
+            if clash := set(ROW) & scores[i].keys():
+                raise KeyError(f"{suite.name}: scores named {sorted(clash)}, expected names other than {ROW}")
+            row |= scores[i]
+        lines.append(json.dumps(row) + "\n")
+    path = output / f"{suite.name}_items.jsonl"
+    write_atomically(path, "".join(lines).encode())
+    return path
+
+
+def show(suite: Suite, title: str, label: str, content: Mapping[str, Any], counts: Mapping[str, int]) -> None:
+    """Print the values with their intervals, then `counts`. The paper's rows come first."""
+    table = Table(title=Text(title))
+    table.add_column("responses")
+    for column in suite.columns:
+        table.add_column(Text(column.heading), justify="right", no_wrap=True)
+    for heading in counts:
+        table.add_column(heading, justify="right")
+    for name, row in content.get("paper", {}).items():
+        cells = [_cell(column, row.get(column.key)) for column in suite.columns]
+        table.add_row(Text(f"paper: {name}"), *cells)
+    table.add_section()
+    found = content["intervals"]
+    cells = [_cell(column, content.get(column.key), found.get(column.key)) for column in suite.columns]
+    table.add_row(Text(label), *cells, *map(str, counts.values()))
+    console = Console()
+    if not console.is_terminal:  # then the table takes its full width
+        wide = Console(width=10_000)
+        console = Console(width=max(console.width, wide.measure(table).maximum))
+    console.print(table)
+
+
+def _cell(column: Column, value: float | None, interval: Interval | None = None) -> Text:
+    if value is None:
+        return Text("-")
+    text = f"{value * column.scale:.{column.digits}f}"
+    if interval is not None:
+        low, high = (f"{end * column.scale:.{column.digits}f}" for end in interval)
+        text += f"\n[{low}, {high}]"
+    return Text(text)
 
 
 @contextmanager

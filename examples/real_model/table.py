@@ -24,7 +24,7 @@ import numpy as np
 from smopd.config.cli import read_settings
 from smopd.config.settings import Settings
 from smopd.engine.files import write_atomically
-from smopd.evals.results import COVERAGE, DRAWS, SEED
+from smopd.evaluate import COVERAGE, DRAWS, SEED
 from smopd.record.files import JsonlLog
 
 Values = Mapping[str, np.ndarray]

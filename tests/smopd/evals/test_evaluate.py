@@ -15,8 +15,8 @@ from smopd.engine.local.rollout import LocalRollout
 from smopd.engine.models.loading import load_model, load_tokenizer
 from smopd.evals import rlla
 from smopd.evals.responses import spread
-from smopd.evals.results import intervals
 from smopd.evals.suite import Column
+from smopd.evaluate import intervals
 from smopd.worlds.models import world_model
 
 TRUTHS = [
