@@ -50,7 +50,7 @@ class Head:
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         logits_NV = functional.linear(hidden_ND, self.weight_VD, self.bias_V)
-        return logits_NV if self.cap is None else capped(logits_NV, self.cap)
+        return logits_NV if self.cap is None else torch.tanh(logits_NV / self.cap) * self.cap
 
 
 def head(model: PreTrainedModel) -> Head:
@@ -81,7 +81,3 @@ def response_hidden(model: PreTrainedModel, batch: TokenBatch, output: ModelOutp
     scale = logit_factor(model.config.get_text_config())
     hidden_ND = hidden_ND if scale == 1 else hidden_ND * scale
     return hidden_ND.to(model.get_output_embeddings().weight.dtype)  # Mamba's are fp32 in a bf16 model
-
-
-def capped(logits: Tensor, cap: float) -> Tensor:
-    return torch.tanh(logits / cap) * cap

@@ -35,21 +35,17 @@ def widen(logits_NV: Tensor, temperature: float = 1.0) -> Tensor:
 def topk_logprobs(
     logits_NV: Tensor, kappa: int, *, token_ids_N: Tensor | None = None, temperature: float = 1.0
 ) -> TopK:
-    n_rows = logits_NV.shape[0]
-    dtype = compute_dtype(logits_NV.dtype)
-    ids_NS = torch.empty(n_rows, kappa, dtype=torch.int32, device=logits_NV.device)
-    logps_NS = torch.empty(n_rows, kappa, dtype=dtype, device=logits_NV.device)
-    token_logp_N = None if token_ids_N is None else torch.empty(n_rows, dtype=dtype, device=logits_NV.device)
+    ids, logps, token_logps = [], [], []
     for chunk in row_chunks(logits_NV):
         scaled_NV = widen(logits_NV[chunk].detach(), temperature)
         lse_N1 = scaled_NV.logsumexp(-1, keepdim=True)
-        values_NS, ids = _topk_lowest_ids(scaled_NV, kappa)
-        ids_NS[chunk] = ids
-        logps_NS[chunk] = values_NS - lse_N1
-        if token_ids_N is not None and token_logp_N is not None:
+        values_NS, ids_NS = _topk_lowest_ids(scaled_NV, kappa)
+        ids.append(ids_NS.to(torch.int32))
+        logps.append(values_NS - lse_N1)
+        if token_ids_N is not None:
             picked_N1 = scaled_NV.gather(-1, token_ids_N[chunk, None].long())
-            token_logp_N[chunk] = (picked_N1 - lse_N1)[:, 0]
-    return TopK(ids_NS, logps_NS, token_logp_N)
+            token_logps.append((picked_N1 - lse_N1)[:, 0])
+    return TopK(torch.cat(ids), torch.cat(logps), torch.cat(token_logps) if token_logps else None)
 
 
 def _topk_lowest_ids(values_NV: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
