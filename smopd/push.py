@@ -55,9 +55,8 @@ def stage(run: Path) -> Path:
         raise ValueError(f"{run} has no export with a model card: finish it with `smopd train`")
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(run / "export", folder, copy_function=os.link)
-    for file in ("config.yaml", "report.html"):
-        target = folder / ("recipe.yaml" if file == "config.yaml" else file)  # config.json is the model's
-        shutil.copyfile(recipe / file, target)
+    shutil.copyfile(recipe / "config.yaml", folder / "recipe.yaml")  # config.json is the model's
+    shutil.copyfile(recipe / "report.html", folder / "report.html")
     return folder
 
 

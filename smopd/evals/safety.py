@@ -72,13 +72,11 @@ class Safety(Suite):
     def score(self, responses: Sequence[str]) -> list[Scores]:
         chats = [item.messages for item in self.items]
         columns = [self.scorers[name](chats, responses) for name in SCORES]
-        return [
-            {
-                name: value if value is not None and math.isfinite(value) else None
-                for name, value in zip(SCORES, row, strict=True)
-            }
-            for row in zip(*columns, strict=True)
-        ]
+
+        def known(value: float | None) -> float | None:
+            return value if value is not None and math.isfinite(value) else None
+
+        return [dict(zip(SCORES, map(known, row), strict=True)) for row in zip(*columns, strict=True)]
 
     def summary(self, groups: Sequence[str], scores: Sequence[Scores]) -> dict[str, float | None]:
         """Return the columns and `unscorable`, the number of missing scores. The means leave these out."""

@@ -178,8 +178,7 @@ class Lora:
         with reading(self.path):
             tensors = load_file(adapter.folder / ADAPTER_WEIGHTS)
             names = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in tensors}
-            halves = ([tensors.pop(_half(layer, half)) for half in "AB"] for layer in sorted(names))
-            self.halves = dict(zip(sorted(names), halves, strict=True))
+            self.halves = {name: [tensors.pop(_half(name, half)) for half in "AB"] for name in sorted(names)}
         if tensors:
             expected = f"{_half('LAYER', 'A')} and lora_B"
             raise ValueError(f"{self.path}: has the tensor {min(tensors)}, expected {expected}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import IO, Any, cast
 
@@ -38,21 +38,18 @@ class _Output:
     """Standard output that a run outlives: when it is closed or full, the rest is discarded."""
 
     def write(self, text: str) -> int:
-        try:
-            return sys.stdout.write(text)
-        except OSError:
-            return self._discard()
+        return self._tried(sys.stdout.write, text)
 
     def flush(self) -> None:
-        try:
-            sys.stdout.flush()
-        except OSError:
-            self._discard()
+        self._tried(sys.stdout.flush)
 
-    def _discard(self) -> int:
-        discard(sys.stdout.fileno())
-        tell("standard output cannot be written; the run continues, see its metrics.jsonl")
-        return 0
+    def _tried(self, act: Callable[..., int | None], *text: str) -> int:
+        try:
+            return act(*text) or 0
+        except OSError:
+            discard(sys.stdout.fileno())
+            tell("standard output cannot be written; the run continues, see its metrics.jsonl")
+            return 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.stdout, name)
