@@ -32,7 +32,8 @@ class RunDirLocked(Failure, RuntimeError):
 def lease(folder: Path) -> Iterator[dict[str, Any]]:
     """Hold the lease of a run directory, and renew it in a thread; yields its content.
 
-    Of two commands that begin at once, the one whose lease is replaced ends itself.
+    Of two commands that begin at once, the one whose lease is replaced ends itself; so does one whose folder
+    is renamed or removed.
 
     Raises:
         RunDirLocked: a command on another host renews its lease.
@@ -41,12 +42,15 @@ def lease(folder: Path) -> Iterator[dict[str, Any]]:
     _wait_for_other_hosts(path)
     mine = {"host": socket.gethostname(), "boot": _boot(), "pid": os.getpid(), "id": uuid4().hex}
     write_atomically(path, json.dumps(mine).encode())
-    done = threading.Event()
+    done, inode = threading.Event(), folder.stat().st_ino
 
     def renew() -> None:
         beat = 0
         while not done.wait(BEAT_SECONDS):
             beat, found = beat + 1, _read(path)
+            if not folder.exists() or folder.stat().st_ino != inode:
+                tell(f"error: {folder} was renamed or removed; rerun with --output to where it is now")
+                os._exit(1)
             if found.get("id", mine["id"]) != mine["id"]:
                 tell(f"error: {folder} was taken over by {_holder(found)}")
                 os._exit(1)

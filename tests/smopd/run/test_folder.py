@@ -95,12 +95,22 @@ def test_a_command_on_another_host_is_noticed_where_locks_are_not(tmp_path, monk
     assert not (tmp_path / ".lease").exists()
 
 
-def test_a_command_whose_lease_is_taken_ends_itself(tmp_path):
-    taken = '.write_text(\'{"host": "elsewhere", "pid": 5, "id": "0"}\'); time.sleep(600)'
-    words = f"import time; from smopd.run.lease import *\nwith lease(Path('.')): Path('.lease'){taken}"
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (
+            """(run / ".lease").write_text('{"host": "elsewhere", "pid": 5, "id": "0"}')""",
+            "taken over by process 5",
+        ),
+        ("run.rename('other'); run.mkdir()", "run was renamed or removed"),
+    ],
+)
+def test_a_command_that_loses_its_lease_or_folder_ends_itself(tmp_path, act, said):
+    (tmp_path / "run").mkdir()
+    words = f"from smopd.run.lease import *\nrun = Path('run')\nwith lease(run): {act}; time.sleep(60)"
     there = {"cwd": tmp_path, "env": environment()}
     ended = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, **there)
-    assert ended.returncode == 1 and "was taken over by process 5 on elsewhere" in ended.stderr
+    assert ended.returncode == 1 and said in ended.stderr
 
 
 def test_ranks_that_do_not_share_the_directory_are_named(tmp_path, monkeypatch):
