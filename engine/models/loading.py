@@ -113,9 +113,16 @@ def stored_dtype(path: str | Path) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
-def require_exportable(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UnusableModel if the config or the tokenizer of the model at `path` cannot be saved."""
-    for name, part in (("config", _read_config(path)[1]), ("tokenizer", tokenizer)):
+def require_usable(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UnusableModel if config or tokenizer of a model cannot be saved, or a token has no embedding."""
+    config = _read_config(path)[1]
+    size = config.get_text_config().vocab_size
+    for token, token_id in tokenizer.get_vocab().items():
+        if token_id >= size and token != tokenizer.pad_token:  # padding is masked
+            raise UnusableModel(
+                f"model {path}: embeds {size} tokens, its tokenizer has {token!r} at {token_id}"
+            )
+    for name, part in (("config", config), ("tokenizer", tokenizer)):
         try:
             with TemporaryDirectory() as folder:
                 part.save_pretrained(folder)

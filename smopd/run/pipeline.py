@@ -30,7 +30,7 @@ from smopd.engine.models.loading import (
     allow_custom_code,
     describe,
     load_tokenizer,
-    require_exportable,
+    require_usable,
     stored_dtype,
 )
 from smopd.engine.student.checkpoint import Checkpoints, export, require_whole, saved_steps
@@ -146,7 +146,7 @@ def try_recipe(command: Command) -> int:
                 with error_context("model"):
                     start = initial_model(settings, Path(place))
                     tokenizer = load_tokenizer(start)
-                    require_exportable(start, tokenizer)
+                    require_usable(start, tokenizer)
                 inputs = read_inputs(settings, tokenizer, demonstrations=settings.warm_start is not None)
                 pool.require_columns(inputs.columns)
                 log_inputs(inputs)
@@ -215,7 +215,7 @@ def do_runs(context: RunContext, command: Command) -> None:
     with error_context("model"):
         tokenizer = load_tokenizer(start)
         if planned:
-            require_exportable(start, tokenizer)
+            require_usable(start, tokenizer)
     inputs = read_inputs(settings, tokenizer, demonstrations=base_due)
     context.pool.require_columns(inputs.columns)
     of = partial(identity, settings, inputs, start)

@@ -18,7 +18,7 @@ from smopd.engine.models.loading import (
     describe,
     load_model,
     load_tokenizer,
-    require_exportable,
+    require_usable,
     stored_dtype,
 )
 from smopd.engine.models.packing import pack
@@ -195,14 +195,20 @@ def test_an_export_is_saved_whatever_the_generation_config(generation, folder, t
     assert ("exports keep only the token ids" in caplog.text) == bool(generation)
 
 
-def test_a_tokenizer_that_cannot_be_saved_is_found_before(folder, tokenizer, monkeypatch) -> None:
+def test_a_tokenizer_that_does_not_fit_or_cannot_be_saved_is_found_before(
+    folder, tokenizer, monkeypatch
+) -> None:
     def refuse(*_, **__):
         raise ValueError("no such vocabulary")
 
-    require_exportable(folder, tokenizer)
+    require_usable(folder, tokenizer)
+    larger = load_tokenizer(folder)
+    larger.add_tokens("<more>")
+    with pytest.raises(UnusableModel, match=r"embeds \d+ tokens, its tokenizer has '<more>' at \d+"):
+        require_usable(folder, larger)
     monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", refuse)
     with pytest.raises(UnusableModel, match=r"its tokenizer cannot be saved.*no such vocabulary"):
-        require_exportable(folder, tokenizer)
+        require_usable(folder, tokenizer)
 
 
 def test_a_model_without_an_end_token_is_refused(folder: Path) -> None:
