@@ -51,9 +51,15 @@ def initial_model(settings: Settings, folder: Path) -> str:
             return
         factory = resolve(str(origin.factory), dict[str, Any]())
         found = factory(seed=settings.seed, **origin.kwargs)
-        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], PreTrainedModel)):
-            raise ValueError(f"{origin.factory} returned {found!r:.80}, expected a model and its tokenizer")
-        model, tokenizer = found
+        match found:
+            case (PreTrainedModel() as model, PreTrainedTokenizerBase() as tokenizer):
+                pass
+            case _:
+                raise ValueError(
+                    f"{origin.factory} returned {found!r:.80}, expected a model and its tokenizer"
+                )
+        if model.device.type == "meta":
+            raise ValueError(f"{origin.factory} returned a model without weights, expected one on a CPU")
         with room_for(made):
             new = empty_partial(made)
             model.save_pretrained(new)

@@ -20,6 +20,18 @@ def brevity(prompts, completions, **columns):
 BAD_ROWS = """
 def null(**options):
     return [{"prompt": "call anna", "ground_truth": ""}, {"prompt": None, "ground_truth": ""}]
+
+def no_tokenizer(seed, layers):
+    from smopd.worlds.models import world_model
+    return world_model(seed=seed, layers=layers)[0], None
+
+def no_weights(seed, layers):
+    from smopd.worlds.models import world_model
+    model, tokenizer = world_model(seed=seed, layers=layers)
+    return model.to("meta"), tokenizer
+
+def exits(**options):
+    raise SystemExit("enough")
 """
 
 
@@ -129,8 +141,15 @@ def test_bad_data_is_named(workplace):
     assert done.returncode == 1
     assert "error: data.train: " in done.stderr and "row 1: column 'prompt' is None" in done.stderr
     assert "Traceback" not in done.stderr
-    done = train_here(recipe_of_one_run(workplace, {}), "--model.factory", "my_rows:null", "--output", "new")
-    assert "error: model.factory: my_rows:null returned [{" in done.stderr
+    for made, said in {
+        "null": "model.factory: my_rows:null returned [{",
+        "no_tokenizer": "model.factory: my_rows:no_tokenizer returned (Qwen",
+        "no_weights": "model.factory: my_rows:no_weights returned a model without weights",
+        "exits": "code that the recipe names has called sys.exit: enough",
+    }.items():
+        recipe = recipe_of_one_run(workplace, {"model": {"factory": f"my_rows:{made}"}})
+        done = train_here(recipe, "--output", f"out/{made}")
+        assert done.returncode == 1 and f"error: {said}" in done.stderr, done.stderr
     done = train_here(write_recipe(workplace), "--teachers.models.0.model", "nowhere", "--output", "third")
     assert "error: teachers.models: model nowhere: cannot be loaded" in done.stderr
     assert not (workplace / "third/base/metrics.jsonl").exists(), "before the warm start"
