@@ -43,6 +43,8 @@ def merge(
         keep: Share of each tensor's changes to keep, largest first: one per model, or one for all.
         exclude: Regular expression of tensor names to leave unchanged: one per model, or one for all.
     """
+    if not models:
+        raise ValueError("MODEL: none given, expected the models to merge")
     choices = {"scale": scale, "keep": keep, "exclude": exclude}
     given = [each_of(name, values, len(models)) for name, values in choices.items()]
     if wrong := [share for share in keep if not 0 < share <= 1]:
@@ -67,7 +69,11 @@ def merge(
         raise ValueError("--base: not given, expected the model that the others were trained from")
     for path in (base, *models):
         require_whole(Path(path))
-    TaskVectors(base, models).write(output, [Part(*part) for part in zip(*given, strict=True)])
+    vectors = TaskVectors(base, models)
+    for pattern in filter(None, exclude):
+        if not any(re.search(pattern, name) for name in vectors.base.shapes):
+            raise ValueError(f"--exclude: {pattern!r} matches no tensor of {base}")
+    vectors.write(output, [Part(*part) for part in zip(*given, strict=True)])
     print(f"wrote {output}")
 
 

@@ -174,6 +174,14 @@ def test_an_adapter_that_cannot_be_merged_is_refused(
     ):
         assert merge([*words, "--output", str(tmp_path / "out")]) == 2
         assert re.search(said, capsys.readouterr().err)
+    assert merge([plain, "--exclude", "mpl", "--output", str(tmp_path / "out")]) == 2
+    assert "--exclude: 'mpl' matches no tensor of" in capsys.readouterr().err
+    assert merge(["--base", base, "--output", str(tmp_path / "out")]) == 2
+    assert "MODEL: none given" in capsys.readouterr().err
+    assert merge([plain, "--output", str(tmp_path / "whole")]) == 0
+    (tmp_path / "whole" / "config.json").write_text("{}")
+    assert merge([str(tmp_path / "whole"), "--base", base, "--output", str(tmp_path / "out")]) == 2
+    assert "config.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
