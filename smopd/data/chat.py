@@ -99,9 +99,13 @@ def render(
             continue  # printed as Python objects
         if all(line.strip() in text for line in last):
             return text
-        shown.append(text)
+        shown += [text] if text else []
     if not shown:
-        why = f"{type(failure).__name__}: {failure}" if failure else "it prints parts as Python objects"
+        why = (
+            f"{type(failure).__name__}: {failure}"
+            if failure
+            else "it prints nothing, or parts as Python objects"
+        )
         raise ValueError(f"the tokenizer's chat template fails ({why})") from failure
     return shown[0]
 

@@ -237,4 +237,6 @@ def checked_row(row: Any, source: str, index: int) -> Row:
     """Return the row as a new dictionary; raise ValueError if it is not an object."""
     if not isinstance(row, Mapping):
         raise ValueError(f"{source}: row {index} is a {type(row).__name__}, expected an object of columns")
+    if odd := [name for name in row if not isinstance(name, str)]:
+        raise ValueError(f"{source}: row {index} has the column {odd[0]!r}, expected a text as its name")
     return dict(row)

@@ -348,7 +348,10 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         """
         responses = len(completions)
         columns = {**dict.fromkeys(self._columns, [None] * responses), **columns}
-        request = pickle.dumps((list(prompts), list(completions), columns, conversations), 5)
+        try:
+            request = pickle.dumps((list(prompts), list(completions), columns, conversations), 5)
+        except Exception as error:  # of a value that a map has made
+            raise RewardError(f"the columns of the data cannot be sent to rewards ({error})") from error
         scores = list(self._threads.map(lambda worker: worker.score(request, responses), self._workers))
         by_name = dict(zip(self.names, scores, strict=True))
         return RewardBatch(

@@ -42,6 +42,10 @@ def number():
     return 3
 
 
+def numbered(row):
+    return {**row, 3: "three"}
+
+
 def odd_ones(row):
     return {**row, "mapped": True} if row["i"] % 2 else None
 
@@ -209,9 +213,10 @@ def test_a_chat_begins_once(write):
 
 def test_without_a_template_a_text_is_tokenized_as_it_is(write):
     plain = world_tokenizer(vocabulary())
-    plain.chat_template = "{{ ''.__class__.__mro__ }}"
-    with pytest.raises(ValueError, match="the tokenizer's chat template fails"):
-        load_prompts(write(ROWS), plain)
+    for template, why in (("{{ ''.__class__.__mro__ }}", "SecurityError"), ("{# #}", "it prints nothing")):
+        plain.chat_template = template
+        with pytest.raises(ValueError, match=rf"the tokenizer's chat template fails \({why}"):
+            load_prompts(write(ROWS), plain)
     plain.chat_template = None
     ids = load_prompts(write(ROWS), plain)[0].token_ids
     assert plain.convert_ids_to_tokens(list(ids)) == ["call", "anna", "please"]
@@ -224,6 +229,8 @@ def test_map_leaves_rows_out_and_keeps_source_numbers(tokenizer):
     assert all(prompt.columns["mapped"] for prompt in prompts)
     with pytest.raises(UserCodeError, match=r"number raised TypeError: .* \("):
         load_prompts(f"{HERE}:some_rows", tokenizer, map=f"{HERE}:number")
+    with pytest.raises(ValueError, match="row 0 has the column 3, expected a text as its name"):
+        load_prompts(f"{HERE}:some_rows", tokenizer, map=f"{HERE}:numbered")
     with pytest.raises(ValueError, match="the data set is empty"):
         load_prompts(f"{HERE}:no_rows", tokenizer)
     limits = {"map": f"{HERE}:odd_ones", "max_prompt_tokens": 2}

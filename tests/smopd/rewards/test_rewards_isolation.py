@@ -217,6 +217,8 @@ def test_a_column_that_no_row_of_a_batch_has_is_none():
     with pool_running({"bad": "result = [float(note is None) for note in columns['note']]"}) as pool:
         pool.require_columns(["note"])
         assert score(pool).values_RK[:, 0].tolist() == [1.0, 1.0]
+        with pytest.raises(RewardError, match="the columns of the data cannot be sent to rewards"):
+            score(pool, note=[print, lambda: None])
 
 
 def test_output_goes_to_a_log_that_begins_again(tmp_path, monkeypatch):
