@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from smopd.engine.files import write_atomically
-from smopd.engine.imports import IMPORT_PATH, import_function
+from smopd.engine.imports import IMPORT_PATH, resolve
 from smopd.evals.api_bank.suite import ApiBankEvaluation
 from smopd.evals.bfcl.suite import Bfcl
 from smopd.evals.responses import Response, given_responses, sampler, spread
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def outside(path: str) -> type[Evaluation]:
     """Return the options of the suite class at an import path, which is called with --data if given."""
-    make = import_function(path)
+    make = resolve(path, dict[str, Any]())
 
     @dataclass(frozen=True)
     class Outside(Evaluation):
@@ -90,7 +90,10 @@ def outside(path: str) -> type[Evaluation]:
             return self.data or Path(path)
 
         def suite(self) -> Suite:
-            return make() if self.data is None else make(self.data)
+            found = make() if self.data is None else make(self.data)
+            if not isinstance(getattr(found, "items", None), Sequence):
+                raise ValueError(f"{path} returned {found!r:.60}, expected a suite with a list of items")
+            return found
 
     return Outside
 

@@ -100,3 +100,6 @@ def test_the_suite_is_evaluated(place: Path, capsys: pytest.CaptureFixture[str])
     (place / "said.jsonl").write_text('{"response": "4"}\n{"response": "5"}\n')
     assert evaluate(["my_suite:Riddles", "--responses", "said.jsonl", "--output", "out"]) == 0
     assert "50.0" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        evaluate(["os:getcwd", "--responses", "ground-truth", "--output", "out"])
+    assert "os:getcwd returned '/" in capsys.readouterr().err
