@@ -70,8 +70,10 @@ def test_what_changes_no_result_is_free_and_the_rest_needs_a_word(four):
         setting = words.split()[0].removeprefix("--")
         assert refused.returncode == 1 and "holds runs with other settings" in refused.stderr
         assert f"\n  {setting}: was" in refused.stderr and refused.stderr.count(": was") == 1
-    adapter = train(four, "--output", "four", "--student.lora.rank", "4", "--change")
-    assert "give another --output:\n  student.lora.rank: was None, now 4" in adapter.stderr
+    for words in ("--student.lora.rank 4", "--model.kwargs.layers 2", "--student.optimizer torch.optim:SGD"):
+        refused = train(four, "--output", "four", *words.split(), "--change")
+        setting = words.split()[0].removeprefix("--")
+        assert f"give another --output:\n  {setting}: was" in refused.stderr, refused.stderr
     assert not (four / "four" / RUN / "changes.jsonl").exists()
 
 
