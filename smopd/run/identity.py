@@ -20,13 +20,12 @@ from smopd.engine.imports import IMPORT_PATH
 from smopd.engine.student.checkpoint import MANIFEST, file_digest
 from smopd.engine.weights.adapters import read_adapter
 from smopd.run.folder import FREE, Parts, flat
-from smopd.run.inputs import Inputs
+from smopd.run.inputs import ROWS, Inputs
 
 WHOLE_BYTES = 64 << 20  # ours: of a larger file, its size, its time and samples are compared
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # ours
 MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt", ".tiktoken", ".jinja", ".py"}
 TEMPLATES = "additional_chat_templates"  # transformers' folder of named templates
-ROWS = ("data.train", "data.evaluation", "warm_start.source")
 PACKAGES = ("site-packages", "dist-packages")
 _HERE = Path(smopd.__file__).parent
 
@@ -36,8 +35,7 @@ def identity(settings: Settings, inputs: Inputs, initial: str) -> Parts:
 
     Rows stand for the functions that make them, and the initial model for its factory.
     """
-    rows = zip(ROWS, (inputs.train, inputs.held_out, inputs.demonstrations), strict=True)
-    found = {setting: {"rows": each.digest} for setting, each in rows if each is not None}
+    found = {setting: {"rows": digest} for setting, digest in inputs.digests.items()}
     if settings.model.factory is not None:
         found["model.factory"] = model_parts(Path(initial))
     for setting, value in named(settings):

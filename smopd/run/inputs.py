@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from smopd.config.settings import Settings, Source
 from smopd.data.prompts import DemonstrationSet, Overlong, PromptSet, load_demonstrations, load_prompts
+from smopd.engine import distributed
 from smopd.record.progress import say
-from smopd.run.failures import error_context
+from smopd.run.failures import UnusableInput, error_context
+
+ROWS = ("data.train", "data.evaluation", "warm_start.source")
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,12 @@ class Inputs:
     train: PromptSet
     held_out: PromptSet | None
     demonstrations: DemonstrationSet | None
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """The digest of each source's rows, by its setting."""
+        found = zip(ROWS, (self.train, self.held_out, self.demonstrations), strict=True)
+        return {setting: rows.digest for setting, rows in found if rows is not None}
 
     @property
     def columns(self) -> list[str]:
@@ -51,6 +61,15 @@ def read_inputs(settings: Settings, tokenizer: PreTrainedTokenizerBase, *, demon
                 tokenizer=tokenizer, completion_column=warm.completion_column, **dict(warm.source), **template
             )
     return Inputs(train, held_out, demonstrated)
+
+
+def require_same(found: Mapping[str, Any], advice: str) -> None:
+    """Raise UnusableInput if a rank has another value than the first one; a collective call."""
+    first, *others = distributed.gather_objects(dict(found))
+    for rank, other in enumerate(others, 1):
+        for name in sorted({*first, *other}):
+            if (was := first.get(name)) != (here := other.get(name)):
+                raise UnusableInput(f"{name}: rank 0 has {was!r:.80}, rank {rank} has {here!r:.80}; {advice}")
 
 
 def log_inputs(inputs: Inputs) -> None:

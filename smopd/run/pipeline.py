@@ -49,9 +49,9 @@ from smopd.rewards.pool import RewardPool, RewardSpec
 from smopd.run import build
 from smopd.run.base import initial_model, make_base, model_path
 from smopd.run.failures import UnusableInput, error_context
-from smopd.run.folder import compare_inputs, lock_run_dir, mark_done, write_settings
+from smopd.run.folder import compare_inputs, flat, lock_run_dir, mark_done, write_settings
 from smopd.run.identity import hub_commits, identity
-from smopd.run.inputs import Inputs, log_inputs, read_inputs
+from smopd.run.inputs import Inputs, log_inputs, read_inputs, require_same
 from smopd.run.preflight import newer_than_tested, require_functions, try_engine, try_rewards
 from smopd.step.conversation import Conversations, Environments
 from smopd.step.held_out import evaluate_held_out
@@ -110,6 +110,7 @@ def run_recipe(command: Command) -> int:
         distributed.watched(settings.loop.timeout_seconds),
     ):
         try:
+            require_same(flat(settings.model_dump(mode="json")), "start all ranks by one command")
             require_functions(settings)
             with (
                 lock_run_dir(folder, settings, change=command.change),
@@ -139,9 +140,10 @@ def try_recipe(command: Command) -> int:
     """Check the model's files, the data and every reward without training, and return the exit status."""
     settings = command.settings
     set_up(settings)
-    with tempfile.TemporaryDirectory() as place, distributed.process_group() as device:
+    with tempfile.TemporaryDirectory() as own, distributed.process_group() as device:
         try:
             require_functions(settings)
+            place = distributed.broadcast_object(own)
             with workers(settings, Path(place)) as (pool, _):
                 with error_context("model"):
                     start = initial_model(settings, Path(place))
@@ -217,6 +219,7 @@ def do_runs(context: RunContext, command: Command) -> None:
         if planned:
             require_usable(start, tokenizer)
     inputs = read_inputs(settings, tokenizer, demonstrations=base_due)
+    require_same(inputs.digests, "the rows of a source or map must not depend on chance or the process")
     context.pool.require_columns(inputs.columns)
     of = partial(identity, settings, inputs, start)
     write_settings(context.folder, settings, of, command.arguments, change=context.change)

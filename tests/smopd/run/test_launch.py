@@ -105,6 +105,32 @@ def test_a_stopped_rank_ends_the_run_after_the_time_out(tmp_path):
     assert 'File "' not in text.partition("error: rank")[0] and "Timed out" not in text, text[-4000:]
 
 
+BY_RANK = """
+import os, sys
+from smopd.train import main
+from smopd.worlds import toy_world
+
+def rows(n, seed):
+    return toy_world.prompts(n=n, seed=seed + int(os.environ["RANK"]))
+
+if __name__ == "__main__":
+    sys.exit(main(["recipe.yaml", "--seed", os.environ["RANK"]]))
+"""
+
+
+def test_ranks_with_other_settings_or_rows_are_named_and_a_dry_run_has_one_model(tmp_path):
+    (tmp_path / "by_rank.py").write_text(BY_RANK)
+    write_recipe(tmp_path, {"data": {"train": {"source": "by_rank:rows"}}})
+    for words, said in (
+        (["by_rank.py"], "error: seed: rank 0 has 0, rank 1 has 1; start all ranks by one command"),
+        (TRAIN, "error: data.train: rank 0 has "),
+    ):
+        done = on_ranks(2, *words, cwd=tmp_path)
+        assert done.returncode == 1 and done.stderr.count("error: ") == 1 and said in done.stderr, done.stderr
+    done = on_ranks(2, *TRAIN, "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_signal_before_anything_is_there_ends_the_command_in_silence(tmp_path):
     words = [sys.executable, "-m", "smopd.train", str(write_recipe(tmp_path, TWO)), "--processes", "2"]
     text = b""
