@@ -6,7 +6,8 @@ import difflib
 import importlib
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 from smopd.engine.errors import Failure, UserCodeError
@@ -49,13 +50,20 @@ def resolve(name: str, known: Mapping[str, T]) -> T:
     function: Any = import_function(name)
 
     def called(*arguments: Any, **options: Any) -> Any:
-        try:
+        with user_code(name):
             return function(*arguments, **options)
-        except Failure:
-            raise
-        except Exception as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            why = f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
-            raise UserCodeError(f"{name} raised {why}") from error
 
     return cast(T, called)
+
+
+@contextmanager
+def user_code(name: str) -> Iterator[None]:
+    """Turn exceptions of code that a setting names into UserCodeError."""
+    try:
+        yield
+    except Failure:
+        raise
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        why = f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
+        raise UserCodeError(f"{name} raised {why}") from error

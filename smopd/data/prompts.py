@@ -8,6 +8,7 @@ import logging
 import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
@@ -98,11 +99,11 @@ class Encoder:
         content = row_content(row, self.prompt_column, self.source, index)
         try:
             tools = read_tools(row.get("tools"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{self.source}: row {index}: column 'tools' {error}") from None
         try:
             text = render(self.tokenizer, content, tools, template_options(self.template_kwargs, row))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{self.source}: row {index}: {error}") from error
         return _whole(text, f"{self.source}: row {index}: column {self.prompt_column!r}")
 
@@ -214,7 +215,7 @@ def load_prompts(
                 truncated += 1
             kept.append(index)
             columns |= dict.fromkeys(row)
-            own = {name: row[name] for name in row if name != prompt_column}
+            own = {name: _plain(row[name]) for name in row if name != prompt_column}
             digest.update(_ADDRESS.sub("", repr((index, text, own))).encode("utf-8", "surrogatepass"))
     if not rows:
         raise ValueError(f"{source}: the data set is empty")
@@ -308,8 +309,23 @@ def _chunks(rows: Sequence[Row | None]) -> Iterator[list[tuple[int, Row | None]]
 
 def _mapped(rows: Sequence[Row | None], source: str, path: str) -> list[Row | None]:
     function, where = resolve(path, dict[str, Any]()), f"{source} (after {path})"
-    found = [function(row) for row in rows]
-    return [None if row is None else checked_row(row, where, index) for index, row in enumerate(found)]
+    found: list[Row | None] = []
+    for index, row in enumerate(rows):
+        made = function(row)
+        # a copy, because the function may use the row or a list in it again
+        found.append(None if made is None else deepcopy(checked_row(made, where, index)))
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Return the value with lists for arrays, which `repr` cuts, and for sets, whose order varies."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    if type(value) is dict:
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(repr(_plain(inner)) for inner in value)
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _text(row: Mapping[str, Any], column: str, source: str, index: int, expected: str = "a text") -> str:

@@ -20,7 +20,7 @@ from typing import IO, Any, TypeAlias
 from smopd.data.places import located
 from smopd.engine.files import DamagedFile
 from smopd.engine.hub import hub_responds
-from smopd.engine.imports import IMPORT_PATH, import_function
+from smopd.engine.imports import IMPORT_PATH, import_function, user_code
 
 Row: TypeAlias = "dict[str, Any]"
 
@@ -57,6 +57,8 @@ def open_rows(source: str, *, kwargs: Mapping[str, Any] | None = None) -> Sequen
         if type(found).__module__.startswith("datasets."):
             rows = ArrowRows(found)
             return rows if hasattr(found, "__len__") else list(rows)
+        with user_code(source):
+            found = list(found)
         return [checked_row(row, source, index) for index, row in enumerate(found)]
     path = located(source)
     if path.is_dir():
@@ -163,7 +165,8 @@ def _call(source: str, options: dict[str, Any]) -> Iterable[Any]:
         inspect.signature(function).bind(**options)
     except TypeError as error:
         raise ValueError(f"{source}: cannot be called with {options}: {error}") from error
-    found = function(**options)
+    with user_code(source):
+        found = function(**options)
     if isinstance(found, (str, Mapping)) or not isinstance(found, Iterable):
         raise ValueError(f"{source}: returned a {type(found).__name__}, expected rows")
     return found

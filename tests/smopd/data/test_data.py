@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from functools import partial
 
+import numpy as np
 import pyarrow
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from smopd.config.settings import Settings
 from smopd.data import sources
 from smopd.data.chat import render
-from smopd.data.prompts import Encoder, batch_indices, load_demonstrations, load_prompts
+from smopd.data.prompts import Encoder, _plain, batch_indices, load_demonstrations, load_prompts
 from smopd.data.sources import load_rows, open_rows
 from smopd.engine.errors import UserCodeError
 from smopd.engine.files import DamagedFile
@@ -44,6 +45,26 @@ def number():
 
 def numbered(row):
     return {**row, 3: "three"}
+
+
+REUSED = {"prompt": "", "tags": []}
+
+
+def reused(row):
+    REUSED["prompt"] = row["prompt"]
+    REUSED["tags"].append(row["i"])
+    return REUSED
+
+
+def with_array(i=0, n=2000):
+    values = np.zeros(n)
+    values[i] = 1
+    return [{"prompt": "call anna", "values": values, "tags": {"one", "two", "three"}}]
+
+
+def breaks_off():
+    yield {"prompt": "call anna"}
+    raise KeyError("second")
 
 
 def odd_ones(row):
@@ -233,9 +254,20 @@ def test_map_leaves_rows_out_and_keeps_source_numbers(tokenizer):
         load_prompts(f"{HERE}:some_rows", tokenizer, map=f"{HERE}:numbered")
     with pytest.raises(ValueError, match="the data set is empty"):
         load_prompts(f"{HERE}:no_rows", tokenizer)
+    with pytest.raises(UserCodeError, match="breaks_off raised KeyError: 'second'"):
+        load_prompts(f"{HERE}:breaks_off", tokenizer)
+    prompts = load_prompts(f"{HERE}:some_rows", tokenizer, map=f"{HERE}:reused")
+    found = [(prompt.content, prompt.columns["tags"]) for prompt in prompts]
+    assert found == [("call train 0", [0]), ("call train 1", [0, 1]), ("call train 2", [0, 1, 2])]
     limits = {"map": f"{HERE}:odd_ones", "max_prompt_tokens": 2}
     with pytest.raises(ValueError, match="no row of 3 is left: 2 left out by map, 1 of more than 2 tok"):
         load_prompts(f"{HERE}:some_rows", tokenizer, **limits)
+
+
+def test_a_digest_covers_long_arrays_and_no_order_of_sets(tokenizer):
+    digests = {load_prompts(f"{HERE}:with_array", tokenizer, kwargs={"i": i}).digest for i in (0, 1000)}
+    assert len(digests) == 2
+    assert _plain({"b", "a"}) == ["'a'", "'b'"], "in any order of the hashes"
 
 
 def test_overlong_prompts_are_dropped_or_cut_and_counted(write, tokenizer):
@@ -296,6 +328,11 @@ def test_evaluation_prompts_have_a_limit_of_their_own_and_are_never_dropped(writ
             "message 0 has the part .*'image'.*, expected parts of text",
         ),
         ({"prompt": "a", "tools": "[3]"}, r"row 1: column 'tools' is '\[3\]', expected a list of JSON"),
+        ({"prompt": "a", "tools": "[" * 100_000}, r"row 1: column 'tools' maximum recursion"),
+        (
+            {"prompt": "a", "chat_template_kwargs": [1]},
+            r"row 1: chat_template_kwargs is '\[1\]', expected an obj",
+        ),
         ({"prompt": [{"role": "user", "content": None}]}, "message 0 is .*expected texts role and content"),
         ({"prompt": "a", "training_step": 1}, "row 1: column 'training_step' has the name of an argument"),
         ({"prompt": "a \ud800 b"}, r"row 1: column 'prompt' has '\\ud800' at 2, half of a pair"),
