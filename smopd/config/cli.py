@@ -189,7 +189,7 @@ def _override(values: dict[str, Any], path: str, words: list[str], origin: dict[
             raise Mistakes([f"{COMMAND_LINE}: {path}: {dotted(keys)} is {inside!r}, not a section"])
         node[key] = list(inside) if isinstance(inside, list) else dict(inside or {})
         node = node[key]
-        if isinstance(node, list) and not (part.isdigit() and int(part) < len(node)):
+        if isinstance(node, list) and not (part.isdecimal() and int(part) < len(node)):
             there = f"there are {len(node)}, counted from 0"
             raise Mistakes([f"{COMMAND_LINE}: {path}: {dotted(keys)} has no entry {part!r}; {there}"])
         key = int(part) if isinstance(node, list) else part

@@ -57,7 +57,12 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def text(self, data: str) -> yaml.ScalarNode:
+        next_line = "\x85" in data  # which only double quotes keep
+        return self.represent_scalar("tag:yaml.org,2002:str", data, '"' if next_line else None)
 
+
+_Dumper.add_representer(str, _Dumper.text)
 for _name, _pattern in _RESOLVERS.items():
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"(?:{_pattern})\Z"), None)

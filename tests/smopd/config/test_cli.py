@@ -134,6 +134,7 @@ broken.yaml:12: runs.gdpo.stage: is now train
 broken.yaml:13: runs.smopd.stage: got "merg", expected specialize|merge|train; did you mean merge?
 command line: evaluation.every: got -1, expected integer >= 0
 command line: rewards.4.weight: rewards has no entry '4'; there are 2, counted from 0
+command line: rewards.²: rewards has no entry '²'; there are 2, counted from 0
 command line: seed: no value
 top.yaml:3: opd.tial: no such setting; did you mean opd.tail?
 """
@@ -167,7 +168,7 @@ r.yaml:15: runs.smopd.set.teachers.models.1.model: 'smopd' must come before the 
 def test_all_mistakes_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "broken.yaml").write_text(BROKEN)
     (folder / "top.yaml").write_text("extends: broken.yaml\n\nopd: {tial: true}\n")
-    words = ["--evaluation.every", "-1", "--rewards.4.weight", "1", "--seed"]
+    words = ["--evaluation.every", "-1", "--rewards.4.weight", "1", "--rewards.²", "1", "--seed"]
     assert sorted(mistakes(capsys, "top.yaml", *words)) == sorted(TYPES.splitlines())
     (folder / "r.yaml").write_text(CROSSED)
     assert mistakes(capsys, "r.yaml") == RULES.splitlines()
@@ -258,7 +259,19 @@ def test_an_override_leaves_an_alias_elsewhere_alone(folder: Path) -> None:
 
 
 def test_written_settings_read_back_equal(folder: Path) -> None:
-    hostile = ["yes", "1e-6", "null", "2024-01-01", "a: b # c", "ü\u2028\n\tx", "", "<<", "1:30", "{x}"]
+    hostile = [
+        "yes",
+        "1e-6",
+        "null",
+        "2024-01-01",
+        "a: b # c",
+        "ü\u2028\n\tx",
+        "a\x85b",
+        "",
+        "<<",
+        "1:30",
+        "{x}",
+    ]
     kwargs = {text: text for text in hostile} | {"texts": hostile, "tiny": 1e-30, "n": [[1], {}, None]}
     settings = read_settings("tiny.yaml")
     settings = settings.model_copy(update={"model": settings.model.model_copy(update={"kwargs": kwargs})})
