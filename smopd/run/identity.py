@@ -19,11 +19,12 @@ from smopd.data.places import located
 from smopd.engine.imports import IMPORT_PATH
 from smopd.engine.student.checkpoint import MANIFEST, file_digest
 from smopd.engine.weights.adapters import read_adapter
-from smopd.run.folder import FREE, Parts, flat
+from smopd.run.folder import FREE, Parts, flat, public
 from smopd.run.inputs import ROWS, Inputs
 
 WHOLE_BYTES = 64 << 20  # ours: of a larger file, its size, its time and samples are compared
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # ours
+HIDDEN_DIGITS = 4  # ours
 MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt", ".tiktoken", ".jinja", ".py"}
 TEMPLATES = "additional_chat_templates"  # transformers' folder of named templates
 PACKAGES = ("site-packages", "dist-packages")
@@ -42,6 +43,11 @@ def identity(settings: Settings, inputs: Inputs, initial: str) -> Parts:
         is_code = IMPORT_PATH.fullmatch(value)
         if parts := code_parts(value.partition(":")[0]) if is_code else named_model(value):
             found[setting] = parts
+    shown = flat(public(settings).model_dump(mode="json"))
+    for setting, value in flat(settings.model_dump(mode="json")).items():
+        if value != shown.get(setting) and not setting.startswith(FREE):  # too short a digest to guess it
+            digest = hashlib.sha256(str(value).encode()).hexdigest()[:HIDDEN_DIGITS]
+            found.setdefault(setting, {})["redacted"] = digest
     return found
 
 

@@ -9,11 +9,13 @@ import sys
 import pytest
 
 from smopd.config.settings import Settings
+from smopd.data.prompts import RowSet
 from smopd.engine.files import DamagedFile
 from smopd.export import main as export
 from smopd.record.files import JsonlLog
 from smopd.run import identity
 from smopd.run.folder import compare_inputs
+from smopd.run.inputs import Inputs
 from smopd.worlds.models import world_model
 from tests.smopd.recipes import TINY, merged, train_here, write_recipe
 from tests.smopd.run.invariance_worker import SETTINGS
@@ -114,6 +116,15 @@ def test_the_base_of_an_adapter_and_the_commits_of_the_hub_are_compared(tmp_path
         (model / "snapshots" / commit / "config.json").touch()
         (model / "refs/main").write_text(commit)
         assert identity.hub_commits(settings) == {"teachers.models.0.model": {"commit": commit}}
+
+
+def test_a_redacted_setting_is_compared():
+    inputs, found = Inputs(RowSet([], 0, digest="1"), None, None), []
+    for key in ("A", "B"):
+        rewards = [{**each, "kwargs": {"answer_key": key}} for each in SETTINGS["rewards"]]
+        settings = Settings.model_validate({**SETTINGS, "rewards": rewards})
+        found.append(identity.identity(settings, inputs, "")["rewards.0.kwargs.answer_key"]["redacted"])
+    assert found[0] != found[1] and all(len(digest) == 4 for digest in found), "too short to guess the value"
 
 
 def test_a_large_file_is_compared_by_size_time_and_samples(tmp_path, monkeypatch):
