@@ -9,8 +9,9 @@ Shapes: R responses and N response tokens of this rank in flat order, K rewards,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch import Tensor
 from smopd.advantages import ESTIMATORS
 from smopd.config.settings import Loss, Opd, Settings
 from smopd.engine import distributed
+from smopd.engine.errors import UserCodeError
 from smopd.engine.imports import resolve
 from smopd.engine.student.student import Student
 from smopd.engine.types import TeacherTopK
@@ -125,18 +127,22 @@ class Objective:
         return Signals(old_logp_N, target, ref_log_ratio_N)
 
     def advantages(self, batch: Batch, rewards_RK: Tensor, weights: list[float]) -> tuple[Tensor, Tensor]:
-        """Return advantages (R,) and whether each response is kept (R,); a collective call."""
+        """Return advantages (R,), 0 if a response is not kept, and whether it is (R,); a collective call."""
         unknown = (math.nan, math.nan)
         ranges = [each.range if isinstance(each.range, tuple) else unknown for each in self.settings.rewards]
-        return resolve(self.settings.advantage.estimator, ESTIMATORS)(
-            rewards_RK,
-            batch.group_R,
+        name = self.settings.advantage.estimator
+        found = resolve(name, ESTIMATORS)(
+            rewards_RK.clone(),  # a function may change its arguments
+            batch.group_R.clone(),
             weights_K=rewards_RK.new_tensor(weights),
             low_K=rewards_RK.new_tensor([low for low, _ in ranges]),
-            lengths_R=batch.lengths_R,
+            lengths_R=batch.lengths_R.clone(),
             settings=self.settings.advantage,
             process_group=dist.group.WORLD,
         )
+        zero_R = rewards_RK.new_zeros(len(rewards_RK))
+        adv_R, kept_R = require_like(name, found, (zero_R, zero_R.bool()))
+        return torch.where(kept_R, adv_R.detach(), 0.0), kept_R
 
     def loss_tokens(self, batch: Batch, part: MiniBatch, adv_R: Tensor, signals: Signals) -> LossTokens:
         """Return the inputs of the fused loss for one update; a collective call."""
@@ -185,6 +191,29 @@ class Objective:
         return {"reverse_adv_N": reverse_adv_N, "reverse_weight_N": reverse_weight_N}
 
 
+def require_like(name: str, found: Any, expected: Sequence[Tensor]) -> Any:
+    """Return what a user's function has returned; UserCodeError unless these are tensors as expected.
+
+    Their shapes must be equal and their dtypes of the same kind. NaN and infinity are refused.
+    """
+
+    def told(value: Any) -> str:
+        if not isinstance(value, Tensor):
+            return f"{value!r:.60}"
+        wrong = "" if bool((value.float() < math.inf).all()) else " with NaN or infinity"
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}{wrong}"
+
+    def fits(value: Any, like: Tensor) -> bool:
+        same = isinstance(value, Tensor) and (value.shape, value.device) == (like.shape, like.device)
+        return same and torch.can_cast(value.dtype, like.dtype) and "with" not in told(value)
+
+    values = found if isinstance(found, (tuple, list)) else (found,)
+    if len(values) != len(expected) or not all(map(fits, values, expected)):
+        shown = [" and ".join(map(told, each)) for each in (values, expected)]
+        raise UserCodeError(f"{name} returned {shown[0]}, expected {shown[1]}")
+    return found
+
+
 def opd_coef(opd: Opd, step: int, steps: int) -> float:
     """Return lambda at `step`, counted from 0."""
     if opd.schedule == "constant":
@@ -207,7 +236,16 @@ def teacher_target(
     rewards_RM, low_M, high_M = teachers_rewards(settings, rewards_RK)
     weights = log_alpha(opd.gate, *top, failure(rewards_RM, low_M, high_M).to(device), response_N)
     make = resolve(opd.target, MIXTURES)
-    made = None if make is None else make(*top, weights, opd.kappa)
+    made = None
+    if make is not None:
+        made = make(top[0].clone(), top[1].clone(), weights.clone(), opd.kappa)
+        sizes = (
+            {each.shape[-1] for each in made if isinstance(each, Tensor)}
+            if isinstance(made, tuple)
+            else set()
+        )
+        like_NS = topk.logps_NMS.new_zeros(len(response_N), min(sizes, default=opd.kappa))
+        require_like(opd.target, made, (like_NS.int(), like_NS))
     return Target(topk, weights, low_M, high_M, made)
 
 

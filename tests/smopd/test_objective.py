@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from smopd.config.settings import Loss, Opd, Settings, merged
+from smopd.engine.errors import UserCodeError
 from smopd.engine.types import TeacherTopK
 from smopd.gates import failure
 from smopd.objective import Objective, Signals, Target, opd_coef, teachers_rewards, token_weights
@@ -184,3 +185,46 @@ def test_kl_to_the_reference_joins_the_sampled_reverse_kl():
     )
     _, (alone,) = tokens_of(ONE | REVERSE, shifted, target_of, coef=0.5)
     torch.testing.assert_close(tokens.reverse_adv_N, alone.reverse_adv_N - 0.1 / 0.5 * ref_of(batch))
+
+
+def whole(rewards_RK, group_R, *, lengths_R, **other):
+    """Of the estimator's arguments, change what it may; keep every other response."""
+    adv_R = rewards_RK[:, 0].clone()
+    rewards_RK.zero_()
+    lengths_R.zero_()
+    return adv_R, group_R % 2 == 0
+
+
+@pytest.mark.parametrize(
+    ("estimator", "said"),
+    [
+        ("whole", None),
+        ("scalar", r"scalar returned 0.0, expected float64 \(15,\) and bool \(15,\)"),
+        ("short", r"short returned float64 \(14,\) and bool \(15,\), expected"),
+        ("undefined", r"undefined returned float64 \(15,\) with NaN or infinity and bool"),
+    ],
+)
+def test_what_an_estimator_returns_is_checked_and_what_it_changes_is_its_own(estimator, said):
+    batch = batch_of(ragged_rollouts(0))
+    rewards_RK = torch.arange(30, dtype=torch.float64).reshape(15, 2)
+    before = (rewards_RK.clone(), batch.lengths_R.clone())
+    made = objective(1.0, advantage={"estimator": f"{__name__}:{estimator}"})
+    if said is not None:
+        with pytest.raises(UserCodeError, match=said):
+            made.advantages(batch, rewards_RK, [0.5, 0.5])
+        return
+    adv_R, _ = made.advantages(batch, rewards_RK, [0.5, 0.5])
+    assert torch.equal(adv_R, torch.where(batch.group_R % 2 == 0, before[0][:, 0], 0.0))
+    assert torch.equal(rewards_RK, before[0]) and torch.equal(batch.lengths_R, before[1])
+
+
+def scalar(rewards_RK, group_R, **other):
+    return 0.0
+
+
+def short(rewards_RK, group_R, **other):
+    return rewards_RK[1:, 0], group_R >= 0
+
+
+def undefined(rewards_RK, group_R, **other):
+    return rewards_RK[:, 0] / 0, group_R >= 0
