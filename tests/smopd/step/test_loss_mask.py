@@ -49,10 +49,14 @@ def conversations() -> list[Rollout]:
     return rollouts
 
 
+def batch_of(rollouts: list[Rollout]) -> Batch:
+    return Batch.of([Prompt(0, "", (), {})] * GROUPS, [range(GROUPS)], rollouts, MOST_TURNS)
+
+
 def trained(device: torch.device, rollouts: list[Rollout], packing: Packing) -> dict[str, Tensor]:
     """Return loss terms and gradients of the trainer's update, with local teachers."""
     settings = Settings.model_validate(SETTINGS).resolved("student")
-    batch = Batch.of([Prompt(0, "", (), {})] * GROUPS, [range(GROUPS)], rollouts, MOST_TURNS)
+    batch = batch_of(rollouts)
     options = TrainSettings(**dict(packing), compute_dtype="float32", max_grad_norm=1e9)
     student = Student(tiny_model(), options, device)
     teachers = LocalTeachers([tiny_model(1), tiny_model(2)], packing, student.vocabulary)
@@ -104,6 +108,7 @@ def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("packing", [Packing(), Packing(micro_batch_tokens=60)], ids=["one-batch", "many"])
 def test_loss_and_gradient_equal_a_float64_twin(device, packing):
     rollouts = conversations()
+    assert bool((batch_of(rollouts).rollout_logp_N == -1).all()), "those of the policy's tokens"
     found = trained(device, rollouts, packing)
     assert difference(found, twin(rollouts)) < 1e-6
     mask = rollouts[-1].loss_mask.clone()
