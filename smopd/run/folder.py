@@ -139,7 +139,9 @@ def changes(folder: Path, settings: Settings) -> list[Change]:
     before, settings = saved_settings(folder), public(settings)
     found = []
     for name in begun:
-        if name == BASE or name in before.runs:
+        if name != BASE and name not in before.runs:
+            found.append(Change(name, f"runs.{name}", "not in the last recipe", "there"))
+        else:
             was, now = settings_of(before, name), settings_of(settings, name)
             differing = [key for key in sorted({*was, *now}) if was.get(key) != now.get(key)]
             found += [Change(name, key, was.get(key), now.get(key)) for key in differing]
@@ -200,12 +202,15 @@ def input_changes(folder: Path, settings: Settings, before: Parts, now: Parts) -
 
 
 def record_changes(folder: Path, settings: Settings, found: Sequence[Change]) -> None:
-    """Write changes to changes.jsonl of each run, with the step from which they apply."""
+    """Write changes to each run's changes.jsonl, with the step where they begin; remove its evaluation."""
     for each in found:
         run = folder / each.run
         step = max([done_steps(settings, each.run) or 0, *saved_steps(run / "checkpoints")])
         fields = {"setting": each.setting, "was": each.was, "now": each.now}
         JsonlLog(run / "changes.jsonl").write({"step": step, **fields})
+        if not (each.lengthens or each.setting.startswith(VERSIONS)):
+            for name in ("evaluation.json", "responses.jsonl"):
+                (run / name).unlink(missing_ok=True)
         say(f"{each.run}, from step {step}: {each}{_recomputed(settings, each)}")
 
 

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from smopd.config.recipe import write_yaml
 from smopd.config.settings import Settings
 from smopd.engine.files import empty_partial, replace_folder
 from smopd.run import lease
@@ -62,6 +63,16 @@ def test_settings_may_be_corrected_until_something_is_made_with_them(tmp_path):
         write_settings(tmp_path, other, dict)
     (tmp_path / "student").mkdir()
     refused = pytest.raises(ConfigMismatch, match=f"seed: was {other.seed}, now {MADE.seed}")
+    with refused, lock_run_dir(tmp_path, MADE):
+        pass
+    (tmp_path / "student/evaluation.json").touch()
+    with lock_run_dir(tmp_path, MADE, change=True):
+        write_settings(tmp_path, MADE, dict, change=True)
+    assert not (tmp_path / "student/evaluation.json").exists(), "it was of the other settings"
+    (tmp_path / "config.yaml").write_text(
+        write_yaml(MADE.model_copy(update={"runs": {"other": MADE.runs["student"]}}))
+    )
+    refused = pytest.raises(ConfigMismatch, match=r"runs\.student: was 'not in the last recipe'")
     with refused, lock_run_dir(tmp_path, MADE):
         pass
 

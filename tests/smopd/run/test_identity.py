@@ -145,10 +145,12 @@ def test_a_large_file_is_compared_by_size_time_and_samples(tmp_path, monkeypatch
 def test_a_damaged_record_of_inputs_is_named_and_versions_may_change(tmp_path):
     settings = Settings.model_validate(SETTINGS)
     (tmp_path / "student").mkdir()
+    (tmp_path / "student/evaluation.json").touch()
     for version in ("1.0", "1.1"):
         compare_inputs(tmp_path, settings, {"versions": {"torch": version}}, change=False)
     (line,) = JsonlLog(tmp_path / "student/changes.jsonl").read()
     assert line == {"step": 0, "setting": "versions (torch)", "was": "1.0", "now": "1.1"}
+    assert (tmp_path / "student/evaluation.json").exists()
     (tmp_path / "inputs.json").write_bytes(b'{"a": "\xff')
     with pytest.raises(DamagedFile, match=r"inputs\.json: is damaged"):
         compare_inputs(tmp_path, settings, {}, change=False)
