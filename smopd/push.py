@@ -20,6 +20,8 @@ import tyro
 from smopd.record.progress import say_error
 from smopd.run.failures import MISTAKES
 
+WEIGHTS = "*.safetensors"
+
 
 @dataclass(frozen=True)
 class Options:
@@ -49,12 +51,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def stage(run: Path) -> Path:
-    """Return RUN/push, made anew. Files of the model are hard links to the export's."""
+    """Return RUN/push, made anew. Its weights are hard links to the export's."""
     run, recipe, folder = run.resolve(), run.resolve().parent, run.resolve() / "push"
     if not (run / "export" / "README.md").exists():
         raise ValueError(f"{run} has no export with a model card: finish it with `smopd train`")
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(run / "export", folder, copy_function=os.link)
+    shutil.copytree(run / "export", folder, ignore=shutil.ignore_patterns(WEIGHTS))
+    for weights in (run / "export").glob(WEIGHTS):
+        os.link(weights, folder / weights.name)
     shutil.copyfile(recipe / "config.yaml", folder / "recipe.yaml")  # config.json is the model's
     shutil.copyfile(recipe / "report.html", folder / "report.html")
     return folder

@@ -53,6 +53,7 @@ def test_a_dry_run_writes_the_folder_and_uploads_nothing(run: Path, monkeypatch,
     assert {path.name for path in (run / "push").iterdir()} == {
         "README.md", "config.json", "recipe.yaml", "report.html",
     }  # fmt: skip
+    assert not (run / "push/README.md").samefile(run / "export/README.md"), "it may be edited"
     assert (run / "push/recipe.yaml").read_text() == (run.parent / "config.yaml").read_text()
 
 
