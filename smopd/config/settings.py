@@ -395,7 +395,7 @@ class Settings(Section):
     """Name of the experiment: letters, digits, '_', '-' and '.'."""
     description: str = ""
     """Caption of the result table."""
-    seed: int = Field(default=0, ge=0, lt=2**63)
+    seed: int = Field(default=0, ge=0, lt=2**62)
     """Seed of every random draw."""
     processes: int = Field(default=1, ge=1, le=256)
     """Local ranks to start. Ignored under torchrun."""

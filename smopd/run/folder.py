@@ -51,6 +51,8 @@ FREE = (
 """Settings that change no result except for rounding. They may change when a run resumes."""
 OF_BASE = ("seed", "model.", "warm_start.", "student.", "data.prompt_column")
 """Settings that the base model depends on."""
+OF_EVALUATION = ("evaluation.", "data.evaluation", "data.max_evaluation_tokens", "rewards.", "rollout.")
+"""Settings that the base model's evaluation depends on besides."""
 DIGITS = 12  # ours: of a digest, in messages
 Parts: TypeAlias = Mapping[str, Mapping[str, str]]
 """Setting -> part of the input -> digest; see identity.py."""
@@ -243,7 +245,10 @@ def write_settings(
         here = environment()
         versions = {"python": here["python"], "smopd": here["smopd"], **here["packages"]}
         known = {name: version for name, version in versions.items() if version is not None}
-        compare_inputs(folder, settings, {**inputs(), VERSIONS: known}, change=change)
+        parts = {**inputs(), VERSIONS: known}
+        if (folder / "config.yaml").exists() and evaluation_differs(folder, settings, parts):
+            (folder / BASE / "evaluation.json").unlink(missing_ok=True)
+        compare_inputs(folder, settings, parts, change=change)
         record_changes(folder, settings, changes(folder, settings))
         write_atomically(folder / "config.yaml", write_yaml(settings, public=True).encode())
         if not (folder / "environment.json").exists():
@@ -258,19 +263,35 @@ def write_settings(
     distributed.on_rank0(write)
 
 
+def evaluation_differs(folder: Path, settings: Settings, parts: Parts) -> bool:
+    """Return whether the base model would be evaluated otherwise than by the last command."""
+
+    def of_evaluation(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in values.items() if k.startswith(OF_EVALUATION) and not k.startswith(FREE)}
+
+    was, now = (of_evaluation(flat(each.model_dump())) for each in (saved_settings(folder), public(settings)))
+    before, found = of_evaluation(known_inputs(folder)), of_evaluation(parts)
+    return was != now or any(before[key] != found[key] for key in before.keys() & found.keys())
+
+
+def known_inputs(folder: Path) -> dict[str, Any]:
+    """Return the digests of earlier commands."""
+    path = folder / "inputs.json"
+    return read_json(path) if path.exists() else {}
+
+
 def compare_inputs(folder: Path, settings: Settings, now: Parts, *, change: bool) -> None:
     """Compare digests with those of earlier commands, record changes and keep them.
 
     Raises:
         ConfigMismatch: a begun run had other inputs (other than versions), and `change` is False.
     """
-    path = folder / "inputs.json"
-    before = read_json(path) if path.exists() else {}
+    before = known_inputs(folder)
     found = input_changes(folder, settings, before, now)
     if not change:
         refuse(folder, "inputs", [each for each in found if not each.setting.startswith(VERSIONS)])
     record_changes(folder, settings, found)
-    write_atomically(path, json.dumps({**before, **now}, indent=1).encode())
+    write_atomically(folder / "inputs.json", json.dumps({**before, **now}, indent=1).encode())
 
 
 def environment() -> dict[str, Any]:

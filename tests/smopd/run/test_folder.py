@@ -77,6 +77,21 @@ def test_settings_may_be_corrected_until_something_is_made_with_them(tmp_path):
         pass
 
 
+def test_the_bases_evaluation_goes_with_what_it_depends_on(tmp_path):
+    rewards = [each.model_copy(update={"range": (0.0, 2.0)}) for each in MADE.rewards]
+    (tmp_path / "base").mkdir()
+    for settings, code, stays in (
+        (MADE, "1", True),
+        (MADE.model_copy(update={"description": "free"}), "1", True),
+        (MADE.model_copy(update={"rewards": rewards}), "1", False),
+        (MADE, "1", False),
+        (MADE, "2", False),
+    ):
+        (tmp_path / "base/evaluation.json").touch()
+        write_settings(tmp_path, settings, lambda: {"rewards.0.function": {"mine": code}})  # noqa: B023
+        assert (tmp_path / "base/evaluation.json").exists() == stays
+
+
 @pytest.mark.parametrize("name", ["export", "export.partial"])
 def test_a_link_in_the_place_of_a_folder_is_replaced(tmp_path, name):
     other = tmp_path / "other"
