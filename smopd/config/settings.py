@@ -257,9 +257,9 @@ class RolloutSettings(Section):
     max_batch_tokens: int = Field(default=262_144, ge=1)
     """Local engine: maximum positions in the KV cache. Larger batches are sampled in several passes."""
     dtype: Dtype = "float32"
-    environment: Literal["trl"] | ImportPath | None = None
+    environment: Literal["trl", "verifiers"] | ImportPath | None = None
     """Answers each response, in conversations (docs/multi_turn.md). A class with the methods of `Environment`
-    in smopd/rewards/environments.py; or trl, for the tools of a class written for TRL."""
+    in smopd/rewards/environments.py; or trl or verifiers, for classes written for these."""
     environment_kwargs: dict[str, Any] = Field(default={})
     """Keyword arguments of the class."""
     environment_seconds: float = Field(default=60.0, gt=0)

@@ -19,7 +19,10 @@ from smopd.engine.imports import import_function
 
 Message: TypeAlias = "Mapping[str, Any]"
 
-ENVIRONMENTS = {"trl": "smopd.integrations.tools:TrlTools"}
+ENVIRONMENTS = {
+    "trl": "smopd.integrations.tools:TrlTools",
+    "verifiers": "smopd.integrations.verifiers:Verifiers",
+}
 """Built-in names of `rollout.environment`."""
 THREADS = 64  # ours: answers of synchronous environments that run at once
 MOST_BYTES = 1 << 20  # ours: a longer answer is an error

@@ -1,0 +1,139 @@
+"""Environments of verifiers 0.1: `rollout.environment: verifiers`, and their rows and rewards.
+
+An environment's own rollout runs as it is: the policy is its client, which hands the prompt over and waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import verifiers as vf
+from verifiers.clients import Client
+from verifiers.types import Response, ResponseMessage, ToolCall
+
+from smopd.integrations.tools import CALL
+
+MODEL = "policy"
+
+
+class Policy(Client):
+    """The client of one conversation."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.prompts: asyncio.Queue[Sequence[Any]] = asyncio.Queue()
+        self.responses: asyncio.Queue[str] = asyncio.Queue()
+        self.read = 0
+        """Messages that the policy knows, its own included."""
+        self.rollout: asyncio.Task[Any] | None = None
+
+    async def get_response(self, prompt: Sequence[Any], *_: Any, **__: Any) -> Response:
+        self.prompts.put_nowait(prompt)
+        text = await self.responses.get()
+        calls = [_call(f"call_{i}", found) for i, found in enumerate(CALL.findall(text))]
+        message = ResponseMessage(
+            content=text, tool_calls=calls or None, finish_reason="stop", is_truncated=False
+        )
+        return Response(id="", created=0, model=MODEL, message=message)
+
+    async def unread(self) -> list[Any] | None:
+        """Return the messages that the environment has added, or None if it has ended; raise its error."""
+        assert self.rollout is not None
+        asked = asyncio.create_task(self.prompts.get())
+        await asyncio.wait({asked, self.rollout}, return_when=asyncio.FIRST_COMPLETED)
+        if not asked.done():
+            asked.cancel()
+            if (error := self.rollout.result()["error"]) is not None:
+                raise error
+            return None
+        prompt, known = asked.result(), self.read
+        self.read = len(prompt) + 1  # with the response to come
+        return list(prompt[known:])
+
+    async def _unused(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError
+
+    to_native_tool = to_native_prompt = get_native_response = _unused
+    raise_from_native_response = from_native_response = _unused
+
+    def setup_client(self, config: Any) -> None:
+        return None
+
+    async def close(self) -> None:
+        return None
+
+
+class Verifiers:
+    """An environment of verifiers. A call of a tool is `<tool_call>` with JSON, as Qwen and Hermes write it.
+
+    Args:
+        name: what `verifiers.load_environment` takes. `arguments` are passed to it.
+    """
+
+    def __init__(self, name: str, **arguments: Any):
+        self.environment = vf.load_environment(name, **arguments)
+
+    async def begin(self, row: Mapping[str, Any]) -> Policy:
+        state = Policy()
+        example = {"example_id": 0, **row}
+        state.rollout = asyncio.create_task(self.environment.rollout(example, state, MODEL, {}))
+        first = await state.unread()
+        if first is None or [_plain(each) for each in first] != [_plain(each) for each in row["prompt"]]:
+            raise ValueError(f"the environment begins with {first!r:.200}, expected the row's prompt")
+        return state
+
+    async def answer(self, state: Policy, message: Mapping[str, Any]) -> list[dict[str, str]] | None:
+        state.responses.put_nowait(message["content"])
+        found = await state.unread()
+        return None if found is None else [_plain(each) for each in found]
+
+
+def rows(name: str, evaluation: bool = False, **arguments: Any) -> Any:
+    """Return an environment's rows, for `data.train.source` or `data.evaluation.source`."""
+    environment = vf.load_environment(name, **arguments)
+    return environment.get_eval_dataset() if evaluation else environment.get_dataset()
+
+
+def reward(
+    name: str, function: str | None = None, arguments: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Make a reward of the rubric's function of that name, or of its weighted sum.
+
+    It gets prompt, completion, answer, info and task. What an environment keeps in its state is not there.
+    """
+    environment = vf.load_environment(name, **(arguments or {}))
+
+    async def score(
+        completions: Sequence[Any], prompts: Sequence[Any], **columns: Sequence[Any]
+    ) -> list[Any]:
+        async def one(i: int) -> Any:
+            row = {column: values[i] for column, values in columns.items() if values[i] is not None}
+            example = {"example_id": i, **row, "prompt": prompts[i]}
+            state = await environment.init_state(example, Policy(), MODEL, {})
+            state["completion"] = completions[i]
+            await environment.rubric.score_rollout(state)
+            return state["reward"] if function is None else state["metrics"][function]
+
+        return [await one(i) for i in range(len(completions))]
+
+    return score
+
+
+def _call(number: str, text: str) -> ToolCall:
+    """Return a call; one that is no JSON keeps its text, which the environment refuses."""
+    try:
+        found = json.loads(text)
+        return ToolCall(id=number, name=str(found["name"]), arguments=json.dumps(found["arguments"]))
+    except (ValueError, LookupError, TypeError):
+        return ToolCall(id=number, name="", arguments=text)
+
+
+def _plain(message: Any) -> dict[str, str]:
+    """Return role and text of a message."""
+    given = message if isinstance(message, Mapping) else message.model_dump()
+    content = given["content"]
+    text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    return {"role": given["role"], "content": text}
