@@ -152,10 +152,14 @@ class RemoteRollout:
         self.servers.each(ONE_CANDIDATE, _require_normalised)
         probed = self.servers.each(PROBE, _first_logp)
         expected = median_low(probed.values())
-        for url, logp in probed.items():
-            if abs(logp - expected) > PROBE_NATS:
-                reason = f"holds another model: log-probability {logp:.4g} of a probe, not {expected:.4g}"
-                self.servers.remove(url, reason)
+        apart = {url: logp for url, logp in probed.items() if abs(logp - expected) > PROBE_NATS}
+        if 2 * len(apart) >= len(probed):
+            raise NoServer(
+                f"rollout.urls: servers hold different models, by log-probabilities of a probe: {probed}"
+            )
+        for url, logp in apart.items():
+            reason = f"holds another model: log-probability {logp:.4g} of a probe, not {expected:.4g}"
+            self.servers.remove(url, reason)
 
     def start_weight_update(self) -> None:
         self._post("/pause?mode=wait")

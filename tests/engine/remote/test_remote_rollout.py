@@ -150,3 +150,8 @@ def test_a_server_with_another_config_is_removed_at_the_sync(sampling):
     rollouts.load_weights([("w", torch.zeros(2))], 1)
     assert list(rollouts.servers.removed) == [servers[0].url]
     assert re.search("holds another model: .* -3 .*, not -1", rollouts.servers.removed[servers[0].url])
+    rollouts, servers = sampling(*(with_(token_ids=(0,), logps=(0.0,)) for _ in range(2)))
+    for one, logp in zip(servers, (-3.0, -1.0), strict=True):
+        one.label, one.probed = rollouts.label(1), logp
+    with pytest.raises(NoServer, match="servers hold different models"):  # none of two is the odd one
+        rollouts.load_weights([("w", torch.zeros(2))], 1)
