@@ -110,6 +110,8 @@ def lock_run_dir(folder: Path, settings: Settings, *, change: bool = False) -> I
             except BlockingIOError:
                 message = f"{folder}: another command is at work there; wait, or give another --output"
                 raise RunDirLocked(message) from None
+            except UnicodeEncodeError as error:
+                raise RunDirLocked(f"output: {error}; set PYTHONUTF8=1") from None
             except OSError as error:
                 if error.errno != errno.EBADF:  # NFS cannot lock folders
                     raise RunDirLocked(f"output: {error}") from None
