@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from smopd.engine.errors import UnusableModel
@@ -21,36 +22,50 @@ from smopd.engine.student.checkpoint import file_digest
 
 NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 
+HEADLESS = ("bloom", "gemma2", "gemma3n")  # to vLLM, if their head is tied
 DIGEST_LENGTH = 16  # ours: short enough for a message
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Names and shapes of a model's weights, including a tied head.
+    """Names and shapes of a model's weights in its files, including a tied head.
 
     identity: equal for models that can exchange weights.
     tied: names of the input embedding and the head if they share a tensor.
+    in_files: the form that a weight of the loaded model has in files, such as a tensor for each expert.
     """
 
     identity: str
     shapes: Mapping[str, torch.Size]
     tied: tuple[str, str] | None
     numbers: ModelNumbers
+    in_files: Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
 
 
 def architecture_of(path: str) -> Architecture:
     config = AutoConfig.from_pretrained(path, **custom_code())
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, **custom_code())
-    shapes = {name: value.shape for name, value in model.state_dict().items()}
-    names = {id(value): name for name, value in model.named_modules()}
+
+    def in_files(name: str, value: Tensor) -> Iterable[tuple[str, Tensor]]:
+        return revert_weight_conversion(model, {name: value}).items()
+
+    def name_of(module: nn.Module) -> str:
+        (name,) = (name for name, each in model.named_modules() if each is module)
+        ((stored_name, _),) = in_files(f"{name}.weight", torch.empty(0))
+        return stored_name
+
+    shapes = {name: value.shape for given in model.state_dict().items() for name, value in in_files(*given)}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = None
     if embedding.weight is head.weight:
-        tied = (f"{names[id(embedding)]}.weight", f"{names[id(head)]}.weight")
+        tied = (name_of(embedding), name_of(head))
         _require_tied(path, tied)
+        if config.get_text_config().model_type in HEADLESS:
+            del shapes[tied[1]]
     kept = {key: value for key, value in config.to_dict().items() if key not in NOT_ARCHITECTURE}
-    return Architecture(json.dumps(kept, sort_keys=True, default=str), shapes, tied, numbers_of(model))
+    identity = json.dumps(kept, sort_keys=True, default=str)
+    return Architecture(identity, shapes, tied, numbers_of(model), in_files)
 
 
 def _require_tied(path: str, tied: tuple[str, str]) -> None:
@@ -62,9 +77,9 @@ def _require_tied(path: str, tied: tuple[str, str]) -> None:
 
 
 class Checked:
-    """A stream of weights that ends at the first mistake and keeps it in `error`.
+    """A stream of weights in the form of files that ends at the first mistake and keeps it in `error`.
 
-    An exception would leave vLLM with half-loaded layers.
+    An exception would leave vLLM with half-loaded layers, and a weight in another form is left out silently.
     """
 
     def __init__(self, architecture: Architecture, weights: Iterable[tuple[str, Tensor]]):
@@ -73,9 +88,20 @@ class Checked:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         try:
-            yield from checked(self.weights, self.architecture.shapes, self.architecture.tied)
+            yield from checked(self._in_files(), self.architecture.shapes, self.architecture.tied)
         except Exception as error:
             self.error = error
+
+    def _in_files(self) -> Iterator[tuple[str, Tensor]]:
+        shapes, tied = self.architecture.shapes, self.architecture.tied
+        for name, value in self.weights:
+            if name in shapes:
+                yield name, value
+            else:
+                made = self.architecture.in_files(name, value)
+                yield from (each for each in made if tied is None or each[0] != tied[1] or each[0] in shapes)
+                del made
+            del value  # frees it before the next one is made
 
 
 def checked(

@@ -6,11 +6,13 @@ import weakref
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from smopd.engine.models.sizes import ModelNumbers
 from smopd.engine.settings import Vllm
 from smopd.engine.vllm.memory import GIB, WORK, EngineMemory, Gpu, engine_memory, vllm_arguments
 from smopd.engine.weights.architecture import Checked, architecture_of
+from tests.engine.models.families import family
 from tests.engine.tiny import tiny_model
 
 TOTAL, RESERVE = 80 * GIB, 3 * GIB
@@ -53,6 +55,16 @@ def test_a_tied_head_goes_with_its_embedding_and_nothing_is_kept(tmp_path, place
         del value
     assert checked.error is None and sorted(taken) == sorted(model.state_dict())
     assert taken[taken.index(EMBEDDING) + 1] == HEAD
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_neox", "granitemoe", "gemma2, tied"])
+def test_weights_have_the_names_and_shapes_of_files(tmp_path, name):
+    model = family(name)
+    model.save_pretrained(tmp_path)
+    checked = Checked(architecture_of(str(tmp_path)), model.state_dict().items())
+    found, expected = dict(checked), load_file(tmp_path / "model.safetensors")
+    assert checked.error is None and found.keys() == expected.keys()
+    assert all(torch.equal(found[each], value) for each, value in expected.items())
 
 
 def taken_by(model: ModelNumbers, gpu: Gpu, wanted: Vllm = SETTINGS, samples: bool = False) -> EngineMemory:
