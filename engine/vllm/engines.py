@@ -10,9 +10,10 @@ import gc
 import logging
 import os
 import random
+import re
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import InvalidStateError
 from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
@@ -25,7 +26,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from smopd.engine import distributed
 from smopd.engine.errors import NoServer
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+EXPERTS = re.compile(r"experts|moe")
 CPU_KV_CACHE_BYTES = 256 << 20  # ours: vLLM's default takes most of the memory
 SAMPLES = "rollout"
 """The role of the engine that samples."""
@@ -106,6 +109,7 @@ class Engine:
         """
         if self.broken:
             raise LostWeights(self.trouble)
+        _require_replaceable(self.architecture)
         checked = Checked(self.architecture, weights)
         with exclusive(self.settings):
             self._wake(self.asleep & {"weights"})
@@ -189,6 +193,8 @@ def _make(
     role: str, path: str, settings: Vllm, architecture: Architecture, options: dict[str, Any]
 ) -> Engine:
     _require_servable(settings)
+    if role == SAMPLES:
+        _require_replaceable(architecture)
     start, alone = time.perf_counter(), settings.placement == "process"
     # vLLM supports one sleeping engine per process.
     on_gpu = torch.cuda.is_available()
@@ -209,11 +215,13 @@ def _make(
             samples = role == SAMPLES
             memory = engine_memory(settings, architecture.numbers, width, longest, gpu, samples=samples)
             arguments |= vllm_arguments(settings, memory, gpu, sleeps=sleeps, samples=samples)
+        classes = _model_classes()
         with interrupts_withheld() if alone else nullcontext():
             llm = vllm.LLM(**deepcopy(arguments | options))  # vLLM changes its arguments
     if alone:
         _fail_when_process_ends(llm)
     else:  # its finalizer needs the process group, which is gone at exit
+        _give_back(llm, classes)
         llm.llm_engine.engine_core._finalizer.atexit = False
     seconds = time.perf_counter() - start
     log.info("vLLM %s, %s engine for %s in %.1f s: %s", vllm.__version__, role, path, seconds, settings)
@@ -236,6 +244,44 @@ def _fail_when_process_ends(llm: LLM) -> None:
                 waited_for.set_exception(EngineDeadError())
 
     threading.Thread(target=answer, name="engine-end", daemon=True).start()
+
+
+def _model_classes() -> dict[Any, tuple[tuple[type, ...], dict[str, Any]]]:
+    """Return the bases and attributes of each model class of transformers that is loaded."""
+    found: list[Any] = [PreTrainedModel]
+    for cls in found:
+        found += cls.__subclasses__()
+    return {cls: (cls.__bases__, dict(vars(cls))) for cls in found}
+
+
+def _give_back(llm: LLM, before: Mapping[Any, tuple[tuple[type, ...], dict[str, Any]]]) -> None:
+    """Give vLLM's modules classes of their own where its Transformers backend has changed transformers'.
+
+    The trainer's models are of these classes, and could not be called any more.
+    """
+    theirs: dict[type, type] = {}
+    for cls, (bases, own) in before.items():
+        if cls.__bases__ != bases:
+            added = tuple(base for base in cls.__bases__ if base not in bases)
+            changed = {name: value for name, value in vars(cls).items() if own.get(name) is not value}
+            cls.__bases__ = bases
+            for name in changed:
+                setattr(cls, name, own[name]) if name in own else delattr(cls, name)
+            theirs[cls] = type(cls.__name__, (cls, *added), changed)
+
+    def adopt(model: nn.Module) -> None:
+        for module in model.modules():
+            module.__class__ = theirs.get(type(module), type(module))
+
+    if theirs:
+        llm.apply_model(adopt)
+
+
+def _require_replaceable(architecture: Architecture) -> None:
+    """Raise ValueError for a mixture of experts on a CPU: vLLM 0.32 packs its weights for good."""
+    if not torch.cuda.is_available() and any(EXPERTS.search(name) for name in architecture.shapes):
+        expected = "expected `local`, or a server with a GPU at rollout.urls"
+        raise ValueError(f"vLLM does not replace the weights of experts on a CPU; {expected}")
 
 
 def _require_servable(settings: Vllm) -> None:

@@ -27,6 +27,7 @@ from smopd.engine.vllm.rollout import VllmRollout
 from smopd.engine.weights import transport
 from smopd.engine.weights.transport import publish_weights
 from tests.engine.local.teacher_truth import check, whole_logprobs
+from tests.engine.models.families import family
 from tests.engine.tiny import END, assert_sampled_by, differ, tiny_model
 from tests.engine.vllm.served import fork_engines
 from tests.engine.vllm.vllm_worker import (
@@ -67,7 +68,9 @@ def greedy(rollouts: VllmRollout):
     return rollouts.generate([*PROMPTS, LONG], range(len(PROMPTS) + 1), GREEDY)
 
 
-@pytest.mark.parametrize(("tied", "family"), [(False, "qwen2"), (True, "qwen2"), (True, "llama")])
+@pytest.mark.parametrize(
+    ("tied", "family"), [(False, "qwen2"), (True, "qwen2"), (True, "llama"), (False, "olmo2")]
+)
 def test_greedy_follows_the_weights(engine_of, tied, family):
     models = [tiny_model(seed=seed, tied=tied, family=family) for seed in (0, 5, 6)]
     rollouts = engine_of(seed=0, tied=tied, family=family)
@@ -80,6 +83,12 @@ def test_greedy_follows_the_weights(engine_of, tied, family):
         assert differ(made[-1], made[-2])
     for model, responses in zip(models, made, strict=True):
         assert_sampled_by(model, responses)
+
+
+def test_experts_on_a_cpu_are_refused(tmp_path):
+    family("qwen3_moe").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="does not replace the weights of experts on a CPU"):
+        VllmRollout(tmp_path, [END], SETTINGS)
 
 
 def test_wrong_weights_are_refused_and_never_served(engine_of):
