@@ -34,6 +34,7 @@ from smopd.step.stop import all_or_raise
 log = logging.getLogger(__name__)
 GROUND_TRUTHS = ("ground_truth", "answer", "solution", "completion", "response", "output", "target")
 """Ours: columns that may hold a right answer; the first one with text is tried."""
+GROSS_MISMATCH = 0.3  # ours, nats a token: rounding and lower precisions stay below it
 TRIED_TOKENS = 16  # ours: of the response that try_engine compares
 NEWEST_TESTED = {"torch": "2.14", "transformers": "5.23", "triton": "3.8"}  # see CONTRIBUTING.md
 
@@ -117,7 +118,8 @@ def try_rewards(
 def try_engine(engine: RolloutEngine, student: Student, prompt: Prompt, settings: Settings) -> float:
     """Compare the log-probabilities that engine and trainer give a short response; a collective call.
 
-    Warn if they are far apart, and return the mean difference in nats per token.
+    Warn if they are far apart, and return the mean difference in nats per token. Raise UnusableInput if the
+    engine computes something else than the trainer.
     """
     rollout = settings.rollout
     most = min(TRIED_TOKENS, rollout.max_new_tokens)
@@ -125,6 +127,9 @@ def try_engine(engine: RolloutEngine, student: Student, prompt: Prompt, settings
     rollouts = all_or_raise(lambda: engine.generate([prompt.token_ids], [0], sampling))
     logp_N = student.logps(rollouts, rollout.temperature).cpu()
     off = float((logp_N - rollouts[0].logps).abs().mean())
-    if not off <= MOST_MISMATCH:  # NaN also
+    if not off <= GROSS_MISMATCH:  # NaN also
+        what = f"gives the model's tokens {off:.2g} nats other log-probabilities than training"
+        raise UnusableInput(f"rollout.engine: {what}; use local, or another version of vLLM")
+    if off > MOST_MISMATCH:
         log.warning("before the first step, %.2g nats apart: %s", off, ADVICE["mismatch"])
     return off

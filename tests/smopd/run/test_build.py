@@ -80,9 +80,12 @@ def test_an_engine_with_another_head_is_named_before_the_first_step(device, capl
     settings = Settings.model_validate(SETTINGS)
     preflight.try_engine(LocalRollout(model, [END]), student, prompt, settings)
     assert caplog.text == ""
-    torch.nn.init.normal_(model.lm_head.weight)
-    preflight.try_engine(LocalRollout(model, [END]), student, prompt, settings)
+    model.lm_head.weight.data.mul_(1.6)
+    assert 0.1 < preflight.try_engine(LocalRollout(model, [END]), student, prompt, settings) < 0.3
     assert "nats apart: the rollout engine's log-probabilities differ" in caplog.text
+    torch.nn.init.normal_(model.lm_head.weight)
+    with pytest.raises(UnusableInput, match=r"gives the model's tokens .* nats other log-probabilities"):
+        preflight.try_engine(LocalRollout(model, [END]), student, prompt, settings)
 
 
 def test_arguments_of_vllm_reach_its_engine_and_what_we_plan_with_is_known() -> None:
