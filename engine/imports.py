@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import re
 import traceback
 from collections.abc import Iterator, Mapping
@@ -58,7 +59,8 @@ def resolve(name: str, known: Mapping[str, T]) -> T:
 
 @contextmanager
 def user_code(name: str) -> Iterator[None]:
-    """Turn exceptions of code that a setting names into UserCodeError."""
+    """Turn exceptions of code that a setting names into UserCodeError, and come back to this folder."""
+    here = os.getcwd()
     try:
         yield
     except Failure:
@@ -67,3 +69,5 @@ def user_code(name: str) -> Iterator[None]:
         place = traceback.extract_tb(error.__traceback__)[-1]
         why = f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
         raise UserCodeError(f"{name} raised {why}") from error
+    finally:
+        os.chdir(here)

@@ -114,6 +114,7 @@ def checked(found: Any) -> list[Any]:
         if not all(isinstance(text, str) for text in texts) or texts[0] == "assistant":
             expected = "None, or a list of chat messages with texts role (not assistant) and content"
             raise TypeError(f"answer returned {str(found)[:80]!r}, expected {expected}")
+        "".join(map(str, texts)).encode()  # half of a surrogate pair is an error
     text = json.dumps([dict(each) for each in messages])
     if len(text) > MOST_BYTES:
         raise ValueError(f"answer returned {len(text)} bytes, expected at most {MOST_BYTES}")
