@@ -1,8 +1,8 @@
 """Runs under torchrun: vLLM samples with the weights of a sharded student before and after it trains.
 
 Saves each rank's responses, the student's weights, and teachers' log-probabilities of the rank's responses,
-by the model's name. Arguments: a folder with a saved model for each of TIED; a list of `Vllm` as JSON, of
-engines made one after the other; and URLs of servers of the untied model, which sample instead of an engine.
+by the model's name. Arguments: a folder with a saved model for each of TIED; a `Vllm` as JSON; and URLs of
+servers of the untied model, which sample instead of an engine.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def save_models(folder: Path) -> None:
         world_tokenizer(toy_world.vocabulary()).save_pretrained(folder / name)
 
 
-def on_two_ranks(folder: Path, *settings: dict[str, Any], urls: tuple[str, ...] = ()) -> list[dict]:
+def on_two_ranks(folder: Path, settings: dict[str, Any], urls: tuple[str, ...] = ()) -> list[dict]:
     """Run this file on two ranks and return the results of each."""
     done = on_ranks(2, __file__, str(folder), json.dumps(settings), *urls)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -99,12 +99,10 @@ def assert_followed(ranks: list[dict], old: PreTrainedModel, new: PreTrainedMode
 
 
 def main() -> None:
-    folder, urls = Path(sys.argv[1]), sys.argv[3:]
-    results: dict[str, Any] = {}
+    folder, settings, urls = Path(sys.argv[1]), Vllm.model_validate_json(sys.argv[2]), sys.argv[3:]
     fork_engines()
     with distributed.process_group() as device:
-        for given in json.loads(sys.argv[2]):
-            results |= sampled_and_scored(folder, Vllm.model_validate(given), urls, device)
+        results = sampled_and_scored(folder, settings, urls, device)
         torch.save(results, folder / f"rank{distributed.rank()}.pt")
         distributed.barrier()
 
