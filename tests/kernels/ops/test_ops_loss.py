@@ -73,8 +73,7 @@ def test_the_loss_does_not_depend_on_threads(
             loss, stats = linear_smopd_loss(logits_NV, torch.eye(7), tokens, SETTINGS)
         return [loss, *(getattr(stats, name) for name in SUMS)]
 
-    first, *others = each_number_of_threads(sums)
-    assert all(backends.same(other, first) for other in others)
+    assert backends.same(*each_number_of_threads(sums, (1, 3)))
 
 
 @backends.each("total_loss")
