@@ -67,7 +67,7 @@ def recipe_in(folder: Path, models: list[str]) -> Path:
     return recipe
 
 
-def test_a_run_with_an_environment_resumes_bit_for_bit(tmp_path: Path) -> None:
+def test_a_run_with_an_environment_resumes_bit_for_bit(tmp_path: Path, caplog) -> None:
     models = [save_model(tmp_path / f"model{seed}", seed) for seed in range(3)]
     straight = recipe_in(tmp_path / "straight", models)
     done = train_here(straight)
@@ -88,7 +88,9 @@ def test_a_run_with_an_environment_resumes_bit_for_bit(tmp_path: Path) -> None:
 
     resumed = recipe_in(tmp_path / "resumed", models)
     (tmp_path / "resumed/broken").touch()
-    assert train_here(resumed).returncode == 1
+    ended = train_here(resumed)
+    assert ended.returncode == 1 and "step 2 is done and saved; rerun to resume" in caplog.text
+    assert ended.stderr.startswith("error: reward 'turns'") and "the judge is gone" in ended.stderr
     (tmp_path / "resumed/broken").unlink()
     done = train_here(resumed)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -104,20 +104,15 @@ from pathlib import Path
 from smopd.rewards import rlla
 
 def accuracy(prompts, completions, training_step=None, **columns):
-    if Path("broken").exists() and WHEN:
+    if Path("broken").exists() and not training_step:
         raise RuntimeError("the judge is gone")
     return rlla.accuracy_reward(prompts, completions, **columns)
 """
 
 
-@pytest.mark.parametrize(
-    ("ranks", "when", "kept"),
-    [(1, "training_step and training_step[0] == 3", 3), (2, "not training_step", 2)],
-    ids=["in a step", "in an evaluation, two ranks"],
-)
-def test_a_reward_that_ends_a_run_leaves_what_is_done(tmp_path, ranks, when, kept):
-    """Once the reward works again, the command resumes bit for bit."""
-    (tmp_path / "failing.py").write_text(FAILING.replace("WHEN", when))
+def test_a_reward_that_ends_an_evaluation_on_two_ranks_leaves_what_is_done(tmp_path):
+    """Once it works again, the command resumes bit for bit. In a step: test_multi_turn.py."""
+    (tmp_path / "failing.py").write_text(FAILING)
     more = {
         "rewards": [{**TINY["rewards"][0], "function": "failing:accuracy"}, TINY["rewards"][1]],
         "scoring": {"max_unscorable_share": 0.0},
@@ -126,17 +121,17 @@ def test_a_reward_that_ends_a_run_leaves_what_is_done(tmp_path, ranks, when, kep
         "loop": {"steps": 4},
     }
     recipe, run = write_recipe(tmp_path, more, drop=("warm_start",)), "accuracy_teacher"
-    assert train(recipe, "--only", run, ranks=ranks).returncode == 0
+    assert train(recipe, "--only", run, ranks=2).returncode == 0
     expected = (tmp_path / "runs").rename(tmp_path / "expected") / "tiny"
     (tmp_path / "broken").touch()
-    ended = train(recipe, "--only", run, ranks=ranks)
+    ended = train(recipe, "--only", run, ranks=2)
     assert ended.returncode == 1 and "pipeline.py" not in ended.stderr, ended.stderr[-4000:]
-    assert ended.stderr.count(f"step {kept} is done and saved; rerun to resume") == 1
+    assert ended.stderr.count("step 2 is done and saved; rerun to resume") == 1
     assert "the judge is gone" in ended.stderr and ended.stderr.count("\nerror: ") == 1
     folder = tmp_path / "runs/tiny"
-    assert [path.name for path in (folder / run / "checkpoints").iterdir()] == [f"step_{kept:08d}"]
+    assert [path.name for path in (folder / run / "checkpoints").iterdir()] == ["step_00000002"]
     (tmp_path / "broken").unlink()
-    assert train(recipe, "--only", run, ranks=ranks).returncode == 0
+    assert train(recipe, "--only", run, ranks=2).returncode == 0
     assert_same_runs(folder, expected, (run,))
 
 
