@@ -1,4 +1,4 @@
-"""README and docs: commands parse, and what two pages repeat is the same."""
+"""README and docs: commands parse, the README's operations run, and its rewards score."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tyro
@@ -18,8 +19,6 @@ from tests.ranks import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMAND = re.compile(r"(?:smopd |(?:torchrun|python) .*-m smopd\.)(\w+)(.*)")
-TABLES = {1: "benchmarks.md", 2: "benchmarks.md"}
-"""README's tables, and the page that has each one's numbers. The first is made from results (tests/bench)."""
 
 
 def commands() -> Iterator[tuple[str, str, list[str]]]:
@@ -73,33 +72,11 @@ def test_every_command_parses(tmp_path, monkeypatch):
             pytest.fail(f"{page}: smopd {command} {shlex.join(words)}: {end}")
 
 
-def tables(page: Path) -> list[list[list[str]]]:
-    """Return the cells of every row of every table."""
-    found = re.findall(r"(?:^\|.*\n)+", page.read_text(), re.M)
-    return [
-        [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()] for rows in found
-    ]
-
-
-def numbers(text: str) -> list[str]:
-    return re.findall(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?![\w.]*[a-zA-Z])", text)
-
-
-def value(number: str) -> float:
-    return float(number.replace(",", ""))
-
-
-@pytest.mark.parametrize(("table", "page"), TABLES.items())
-def test_the_readmes_numbers_are_those_of_the_page(table: int, page: str) -> None:
-    there = [row for rows in tables(ROOT / "docs" / page) for row in rows]
-    for label, *cells in tables(PAGES[0])[table][2:]:
-        same = [row for row in there if row[0] in (label, label.split(",")[0])]
-        known = [value(number) for row in same or there for cell in row[1:] for number in numbers(cell)]
-        for cell in cells:
-            shown = numbers(cell)
-            if cell.count(", ") == len(shown) - 1 > 0:  # by seed; the page has the mean
-                shown = [f"{sum(map(value, shown)) / len(shown):.1f}"]
-            for number in shown:
-                half = 0.501 * 10.0 ** -len(number.partition(".")[2])
-                close = [each for each in known if abs(each - value(number)) <= half]
-                assert close, f"{label}: {number} is not on {page}"
+def test_the_operations_run_and_the_rewards_score():
+    rewards, operations = re.findall(r"```python\n(.*?)```", PAGES[0].read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(operations, names)
+    assert names["loss"].isfinite() and names["hidden_ND"].grad.abs().sum() > 0
+    exec(rewards, names)
+    assert names["format"](["q"], ["<think>so"], answer=["7"]) == [1.0]
+    assert names["accuracy"](["q", "q"], ["it is 7", "it is 8"], answer=["7", "7"]) == [3.0, -3.0]

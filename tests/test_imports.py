@@ -229,13 +229,6 @@ def test_an_extra_is_imported_by_its_own_files_alone(package: str) -> None:
     assert not [where for file, where in found if not re.fullmatch(EXTRAS[package], file)]
 
 
-@pytest.mark.parametrize("room", ["kernels", "engine"])
-def test_room_is_a_link_without_init(room: str) -> None:
-    link = ROOT / "smopd" / room
-    assert link.is_symlink() and link.resolve() == ROOT / room
-    assert not (ROOT / room / "__init__.py").exists()
-
-
 def loaded_by(statement: str, after: str = "") -> set[str]:
     """Return the modules that a new process has loaded after `statement`. It then runs `after`."""
     code = f"import json, sys\n{statement}\nprint(json.dumps(sorted(sys.modules)))\n{after}"

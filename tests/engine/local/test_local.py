@@ -71,14 +71,6 @@ def test_uniform_numbers_are_uncorrelated_over_each_argument():
     assert correlation.abs().max() < 5 / n**0.5
 
 
-def test_the_limit_truncates_and_finished_says_so():
-    made = engine().generate(PROMPTS, GROUPS, Sampling(n=2, max_new_tokens=2, seed=1))
-    for rollout in made:
-        assert len(rollout.response_ids) <= 2
-        assert rollout.finished == (int(rollout.response_ids[-1]) == END)
-    assert any(not rollout.finished for rollout in made)
-
-
 def test_weights_change_what_is_sampled_and_carry_a_version():
     local, other = engine(), tiny_model(seed=5)
     local.load_weights(other.state_dict().items(), version=9)

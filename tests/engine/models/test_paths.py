@@ -16,7 +16,7 @@ from smopd.engine.models.paths import choose, native_attention, single_logps
 from smopd.engine.settings import Packing
 from smopd.engine.student.student import Student
 from smopd.engine.types import Sampling
-from tests.engine.models.families import family, lines_of
+from tests.engine.models.families import family
 from tests.engine.student.training import NLL, TOKENS, loss_tokens, settings_of
 from tests.engine.tiny import END, VOCABULARY, ragged_rollouts, tiny_model
 
@@ -139,8 +139,3 @@ def test_the_self_check_takes_the_next_path_or_refuses(monkeypatch):
     with pytest.raises(UnusableModel, match="a Qwen2ForCausalLM cannot be computed here") as error:
         choose(tiny_model(), "auto", torch.float32)
     assert "\n" not in str(error.value)
-
-
-def test_the_table_of_families_has_the_largest_number_of_each_group():
-    rows = [["a", "mask", "7e-07", "9e-03", "alone", "yes"], ["b", "mask", "1e-06", "1e-02", "alone", "yes"]]
-    assert lines_of(rows)[2:] == ["| a; b | mask | 1e-06 | 1e-02 | alone | yes |"]

@@ -360,13 +360,6 @@ def test_a_setting_of_an_earlier_version_is_answered(folder: Path, path: str) ->
         assert tuple(new.partition(".kwargs.")[0].split(".")) in schemas() or ".engine_kwargs." in new
 
 
-def test_an_output_directory_that_cannot_be_read_is_named(folder: Path, capsys) -> None:
-    (folder / "runs/tiny/gdpo").mkdir(parents=True)
-    (folder / "runs/tiny/gdpo/done.json").write_text('{"steps": 1')
-    (line,) = mistakes(capsys, "tiny.yaml")
-    assert line.startswith("runs/tiny/gdpo/done.json: is damaged")
-
-
 def test_a_terminal_that_does_not_know_a_character_ends_nothing() -> None:
     words = [sys.executable, "-c", r"import smopd.extra; print('\u2192')"]
     latin = os.environ | {"PYTHONIOENCODING": "latin-1"}

@@ -15,7 +15,7 @@ from smopd.evals.bfcl import official
 from smopd.evals.bfcl import suite as bfcl
 from smopd.evals.bfcl.official import Call, find_mistake
 from smopd.evals.bfcl.rlla_form import messages, read_calls
-from smopd.evals.bfcl.suite import AST, COLUMNS, Bfcl, BfclItem, BfclSuite, load_items, read_scores, summarise
+from smopd.evals.bfcl.suite import AST, Bfcl, BfclItem, BfclSuite, load_items, read_scores, summarise
 
 pytestmark = pytest.mark.skipif(find_spec("bfcl_eval") is None, reason=f"needs bfcl-eval: {official.INSTALL}")
 CHOSEN = ("simple_python", "irrelevance", "live_relevance")
@@ -148,20 +148,6 @@ def test_means_are_none_where_a_part_is_missing_and_overall_counts_it_as_0() -> 
     assert found["overall"] == pytest.approx(0.1 * (0.05 + 258 / 1351) + 0.1)
     assert found["multi_turn"] is None and bfcl.missing_parts(found) == ["Multi-Turn"]
     assert summarise({})["overall"] is None and summarise({"live_simple": 1.0})["live"] is None
-
-
-def test_the_papers_overall_comes_of_its_columns() -> None:
-    whole = [row for row in BfclSuite([]).paper().values() if len(row) == len(COLUMNS)]
-    assert len(whole) == 16
-    for row in whole:
-        parts = {"multiple": row["multiple"], "parallel": row["parallel"]}
-        parts |= {name: row[name] for name in ("parallel_multiple", *bfcl.LIVE_ITEMS)}
-        parts |= dict.fromkeys(bfcl.SIMPLE, row["simple"])
-        parts |= dict.fromkeys(bfcl.IRRELEVANCE, row["irrelevance_all"])
-        found = summarise(parts | dict.fromkeys(bfcl.MULTI_TURN, row["multi_turn"]))
-        for name, digit in (("non_live", 1e-4), ("live", 1e-4), ("ast", 1e-3), ("overall", 1e-4)):
-            assert found[name] == pytest.approx(row[name], abs=1.01 * digit), name
-        assert {column.key for column in COLUMNS} <= set(found)
 
 
 def test_options_build_the_suite(folder: Path) -> None:

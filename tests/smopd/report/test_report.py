@@ -7,13 +7,11 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 
 from smopd.config.schedule import count_steps
-from smopd.report.charts import ticks
 from smopd.report.page import Report, write_report
-from smopd.report.tables import PALETTE, Row, assign, table
+from smopd.report.tables import Row, table
 
 EVIL = '<script>alert("x")</script>[red]&|'
 ROWS = [
@@ -129,24 +127,6 @@ def test_the_best_of_each_column_is_marked_as_shown(tmp_path: Path) -> None:
     page = Page(tmp_path / "r.html", Report("t", rows=rows, columns=["steps", "x"]))
     assert re.findall(r"class=best>([^<]*)<", page.source) == ["0.750", "0.750"]
     assert "9" in page.seen
-
-
-def test_a_method_has_the_same_color_in_every_recipe() -> None:
-    few = assign({"g": "train", "m": "weights"})
-    many = assign({"a": "specialize", "p": "published", "m": "weights", "g": "train", "h": "train"})
-    assert few.items() <= many.items() and len({*many.values()}) == len(many)
-    assert {*assign({str(i): "specialize" for i in range(30)}).values()} == {*PALETTE}
-
-
-ROUND = [(-3.0, 3.0), (0.0018, 0.9996), (81.0, 130.0), (5e-7, 6e-7), (-0.2, -0.1), (3e-15, 4e-15)]
-FLAT = [(0.0, 0.0), (0.0, 5e-323), (1.0, 1.0 + 1e-15)]
-
-
-@pytest.mark.parametrize(("low", "high"), ROUND + FLAT)
-def test_ticks_are_round_and_enclose_the_range(low: float, high: float) -> None:
-    found = ticks(low, high)
-    assert found[0] <= low and high <= found[-1] and 2 <= len(found) <= 8
-    assert found == pytest.approx([float(f"{value:.3g}") for value in found], rel=1e-9)
 
 
 def test_a_token_has_the_color_of_the_teacher_that_favors_it(tmp_path: Path) -> None:

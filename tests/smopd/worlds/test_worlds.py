@@ -4,8 +4,7 @@ import hashlib
 import json
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from smopd.rewards.rlla import accuracy_reward, format_reward
 from smopd.worlds import toy_world
@@ -65,33 +64,3 @@ def test_texts_of_the_world_are_decoded_exactly_also_by_what_is_saved(world, tmp
         turns = [{"role": "system", "content": "play"}, *user("call"), {"role": "assistant", "content": "I"}]
         text = used.apply_chat_template(turns, tokenize=False)
         assert text == "<|system|>play<|user|>call<|assistant|>I<eos>"
-
-
-def test_world_model_is_its_seeds_and_loads_again(world, tmp_path):
-    model, tokenizer = world
-    before = torch.get_rng_state()
-    same, other = world_model(0)[0], world_model(1)[0]
-    assert torch.equal(torch.get_rng_state(), before), "the global state is left alone"
-    same.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
-    assert not torch.equal(other.lm_head.weight, again.lm_head.weight)
-    assert again.config.vocab_size == len(tokenizer) == len(toy_world.vocabulary()) + 7
-    assert tokenizer.eos_token_id == again.config.eos_token_id == again.generation_config.eos_token_id
-    assert tokenizer.eos_token_id != tokenizer.pad_token_id
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: toy_world.prompts(0, 1), "n is 0, expected at least 1"),
-        (lambda: toy_world.prompts(1, 1, split="test"), "split is 'test', expected one of train, heldout"),
-        (lambda: toy_world.demonstrations(1, 1, format_rate=0.6), "format_rate is 0.6, expected 0 to 0.512"),
-        (lambda: world_model(0, hidden_size=48), "hidden_size is 48, expected a multiple of heads = 2 of at"),
-        (lambda: world_model(0, layers=0), "max_positions are 0, 2, 2, 192, 256, expected at least 1"),
-        (lambda: world_model(0, kv_heads=3), "kv_heads is 3, expected a divisor of heads = 2"),
-    ],
-)
-def test_arguments_out_of_range_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
