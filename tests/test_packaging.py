@@ -7,32 +7,28 @@ sees this interpreter's torch and transformers.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
 import smopd
-from tests.strangers import (
-    COMPILER,
-    PIP_OPTIONS,
-    ROOT,
-    bare_environment,
-    bare_variables,
-    copy_sources,
-    has_compiler,
-    run,
-    sources,
-)
+from tests.ranks import ROOT
 
 pytestmark = pytest.mark.slow
 
+SITE = Path(sysconfig.get_paths()["purelib"])
+COMPILER = os.environ.get("CXX", "g++")
+PIP_OPTIONS = """--no-deps --no-index --no-build-isolation --disable-pip-version-check
+    --no-cache-dir""".split()  # noqa: SIM905
 ROOMS = ["smopd", "kernels", "engine"]
 IMPORT = """
 import sys
@@ -55,6 +51,55 @@ logits = torch.arange(5.0)[None]
 assert topk_logprobs(logits, 2).ids_NS.tolist() == [[4, 3]]
 print(backend_for("topk_logprobs", logits))
 """
+
+
+def run(
+    *command: object, cwd: Path, expect: int | None = 0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command with a clean PYTHONPATH, and check its exit status unless `expect` is None."""
+    ours = ("PYTHON", "SMOPD")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    done = subprocess.run(
+        [str(word) for word in command], cwd=cwd, env=inherited | environment, capture_output=True, text=True
+    )
+    if expect is not None:
+        assert done.returncode == expect, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def has_compiler() -> bool:
+    return shutil.which(COMPILER) is not None
+
+
+def sources() -> list[Path]:
+    """Return the files of the checkout that git would commit, without following links."""
+    listing = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split("\0")
+    return sorted({Path(name) for name in names if name and os.path.lexists(ROOT / name)})
+
+
+def copy_sources(folder: Path) -> Path:
+    """Copy the sources with links, without build products, and return the folder."""
+    for path in sources():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / path, folder / path, follow_symlinks=False)
+    return folder
+
+
+def bare_environment(folder: Path) -> Path:
+    """Return the Python of a new environment with the same packages, except editable installs."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    (folder / "lib" / version / "site-packages" / "running.pth").write_text(f"{SITE}\n")
+    return folder / "bin" / "python"
+
+
+def bare_variables(home: Path) -> dict[str, str]:
+    """Return the environment variables of a new user with an empty home."""
+    home.mkdir(exist_ok=True)
+    machine = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
+    kept = {name: value for name, value in os.environ.items() if name in machine}
+    return {**kept, "HOME": str(home), "XDG_CACHE_HOME": str(home / "cache"), "OMP_NUM_THREADS": "1"}
 
 
 def packages(python: Path | str, cwd: Path, then: str = "", **environment: str) -> set[Path]:
@@ -167,8 +212,8 @@ def test_a_wheel_on_a_strangers_machine(wheel: Path, tmp_path: Path) -> None:
         return done.stdout
 
     recipes = sorted(path.stem for path in (ROOT / "smopd" / "recipes").glob("*.yaml"))
-    assert stranger(python, "-c", EVERY_RECIPE).split() == recipes
-    assert stranger(python, "-c", SERVED).strip() == ("cpp" if has_compiler() else "reference")
+    *resolved, served = stranger(python, "-c", EVERY_RECIPE + SERVED).split()
+    assert resolved == recipes and served == ("cpp" if has_compiler() else "reference")
     (outside / "mine.py").write_text("ones = lambda prompts, completions, **columns: [1.0] * len(prompts)\n")
     (outside / "small.yaml").write_text(f"extends: quickstart\n{SMALL}")
     mine = ("--rewards.1.function", "mine:ones", "--only", "gdpo", "--output", "out", "--processes", "1")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from examples.plan import Need, Options, _sizes, main, plan, totals
+from examples.plan import Need, Options, main, plan, totals
 from smopd.config.cli import read_settings
 from smopd.config.settings import merged
 from smopd.engine.vllm.memory import GIB, WORK
@@ -57,12 +57,6 @@ def planned(recipe: str, **given: Any) -> dict[str, list[Need]]:
 
 def held(needs: list[Need], what: str, column: str) -> int:
     return sum(need.bytes.get(column, 0) for need in needs if need.what.endswith(what))
-
-
-@pytest.mark.parametrize("name", QWEN)
-def test_sizes_are_those_published(name: str, tmp_path: Path) -> None:
-    found = _sizes(config_folder(tmp_path, name), "model.path")
-    assert found.numbers.parameters == QWEN[name][2]
 
 
 def test_states_are_exact_and_shared_by_the_shards(tmp_path: Path) -> None:
@@ -126,18 +120,3 @@ def test_the_verdict_is_in_plain_text_and_in_the_exit_status(tmp_path: Path, cap
     assert main(["quickstart", "--only", "smopd", "--gpus", "2", "--gpu-memory", "8"]) == 0
     out = capsys.readouterr().out
     assert "run smopd: " in out and "run gdpo" not in out, "a model that a factory makes"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--gpu", "8"], "--gpu: no such option"),
-        (["--gpus", "0"], "--gpus and --gpu-memory: got 0"),
-        (["--only", "studnt"], "did you mean student"),
-        (["--student.shard_size", "3"], "student.shard_size: got 3, expected a divisor of 8 GPUs"),
-        (["--model.path", "."], "model.path"),
-    ],
-)
-def test_mistakes_are_answered(arguments: list[str], message: str, tmp_path: Path, capsys) -> None:
-    assert main([recipe(tmp_path, "1.5B"), *arguments]) == 2
-    assert message in capsys.readouterr().err

@@ -25,12 +25,14 @@ def test_every_part_of_the_path_takes_real_items(tmp_path, data_set):
         *("--loop.prompts_per_step", "1"),
         *("--rollout.max_new_tokens", "8"),
         *("--data.evaluation", "null"),
+        *("--teachers.models", "[{model: accuracy_teacher, reward: accuracy}]"),
+        *("--only", "accuracy_teacher", "student"),
         *(word for name, size in SMALL.items() for word in (f"--model.kwargs.{name}", str(size))),
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert "399 training prompts of 399 rows (0 too long" in done.stdout
-    for run in ("accuracy_teacher", "format_teacher", "student"):
+    for run in ("accuracy_teacher", "student"):
         (line,) = metric_lines(tmp_path / "out" / run)
         assert all(value is not None and math.isfinite(value) for value in line.values()), line
         with safe_open(tmp_path / "out" / run / "export/model.safetensors", "pt") as weights:

@@ -65,7 +65,7 @@ def test_the_stored_dtype_is_the_files(dtype: torch.dtype, tmp_path: Path) -> No
 LOADS = [lambda path: load_model(path, torch.float32), load_tokenizer, stored_dtype]
 
 
-@pytest.mark.parametrize("path", ["./absent", "~/absent", "runs/absent/export", "runs/absent"])
+@pytest.mark.parametrize("path", ["~/absent", "runs/absent"])
 @pytest.mark.parametrize("load", LOADS)
 def test_an_absent_folder_is_named(path: str, load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -1,6 +1,6 @@
 """Checkpoints are bit-exact, complete or absent, and refused when damaged; transformers loads exports.
 
-Kills while one is written are tested in tests/smopd/run/test_resume.py, ranks in test_two_ranks.py.
+Kills while one is written are tested in tests/smopd/run/test_resume.py, ranks in ranks_worker.py.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def test_what_cannot_be_adapted_is_refused(device, targets, message):
 
 
 def test_a_students_base_is_its_reference_where_it_has_adapters(device, tmp_path):
-    """test_two_ranks.py checks the values."""
+    """ranks_worker.py checks the values."""
     place = str(tmp_path)
     reference = held_already(place, place, make_student(device, lora=LORA), None)
     with pytest.raises(ValueError, match="kappa is 4, expected 0"):

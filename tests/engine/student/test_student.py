@@ -1,6 +1,6 @@
 """One update: gradient, fp32 masters and learning rate; log-probabilities equal a plain forward.
 
-What is one update's of several ranks stands in test_two_ranks.py and tests/smopd/run/test_invariance.py.
+That gradients and updates of several ranks equal one process's: tests/smopd/run/test_invariance.py.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tests.engine.student.training import (
     equal,
     loss_tokens,
     make_student,
+    on_two_ranks,
     parameters,
     settings_of,
 )
@@ -176,3 +177,9 @@ def test_the_experts_of_each_micro_batch_are_balanced(device, name):
         (20.0 * loss * len(batch.flat_N) / n_tokens).backward(retain_graph=True)
     expected = torch.stack([each.grad.norm() for each in model.parameters()]).norm()
     assert update.grad_norm == pytest.approx(float(expected), rel=1e-4) and expected > 1.05 * plain
+
+
+@pytest.mark.slow
+def test_fsdp2_on_two_ranks(tmp_path):
+    """It resumes bit for bit, skips, offloads, and scores a LoRA student's base."""
+    on_two_ranks(tmp_path, "fsdp2")

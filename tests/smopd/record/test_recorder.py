@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from smopd.engine.types import Sampling
+from smopd.record.metrics import GIB, Metrics
 from tests.engine.tiny import tiny_model
 from tests.smopd.run.invariance_worker import (
     GROUP_SIZE,
@@ -176,3 +177,13 @@ def test_the_gradient_norm_is_that_before_clipping(device, tmp_path):
     squares = sum(float(value.double().square().sum()) for value in updates[0]["gradients"].values())
     assert found["grad_norm"] == pytest.approx(math.sqrt(squares), rel=1e-5)
     assert found["updates/skipped"] == 0
+
+
+@pytest.mark.gpu
+def test_the_peak_on_a_gpu() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    metrics = Metrics(device)
+    held = torch.cuda.memory_allocated(device) / GIB
+    block = torch.empty(GIB // 4, dtype=torch.uint8, device=device)
+    del block
+    assert metrics.reduce()["memory/peak_gib"] == pytest.approx(held + 0.25)

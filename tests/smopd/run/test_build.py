@@ -116,3 +116,14 @@ def test_the_names_of_a_setting_are_those_of_its_registry(section, field, known)
     kinds = get_args(section.model_fields[field].annotation)
     names = next(get_args(kind) for kind in kinds if get_origin(kind) is Literal)
     assert set(names) - {"auto"} == set(known)
+
+
+def test_versions_newer_than_tested_are_named(monkeypatch):
+    installed = {**preflight.NEWEST_TESTED, "torch": f"{preflight.NEWEST_TESTED['torch']}.9+cpu"}
+    monkeypatch.setattr(preflight, "version", installed.__getitem__)
+    monkeypatch.setattr(preflight, "find_spec", lambda package: package != "triton" or None)
+    assert preflight.newer_than_tested() is None
+    installed["transformers"] = "5.999.1"
+    assert preflight.newer_than_tested() == (
+        f"newer than tested: transformers 5.999.1 (tested up to {preflight.NEWEST_TESTED['transformers']})"
+    )

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,31 +62,38 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
+def placed(folder: Path, taught: Path, name: str = "out", **merge: Any) -> tuple[Path, Path]:
+    """A recipe whose student starts from a merge, and a run directory with its teachers."""
+    own = {"merge": {**deepcopy(MERGE), **merge, "method": "weights"}, "loop": {"steps": 2}}
+    (folder / "two_rewards.py").write_text(REWARDS)
+    recipe = write_recipe(folder, TAUGHT | {"runs": {"student": {"set": own}}})
+    shutil.copytree(taught, folder / name)
+    return recipe, folder / name
+
+
 @pytest.fixture
 def place(tmp_path: Path, taught: Path) -> Callable[..., tuple[Path, Path]]:
-    """A recipe whose student starts from a merge, and a run directory with its teachers."""
-
-    def make(name: str = "out", **merge: Any) -> tuple[Path, Path]:
-        own = {"merge": {**deepcopy(MERGE), **merge, "method": "weights"}, "loop": {"steps": 2}}
-        (tmp_path / "two_rewards.py").write_text(REWARDS)
-        recipe = write_recipe(tmp_path, TAUGHT | {"runs": {"student": {"set": own}}})
-        shutil.copytree(taught, tmp_path / name)
-        return recipe, tmp_path / name
-
-    return make
+    return partial(placed, tmp_path, taught)
 
 
-def test_a_guarded_start_is_the_best_of_its_table(place: Callable[..., tuple[Path, Path]]) -> None:
-    recipe, out = place()
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory, taught: Path) -> tuple[Path, str]:
+    """A run directory with a guarded start, and what the command said."""
+    recipe, out = placed(tmp_path_factory.mktemp("guarded"), taught)
     done = train_here(recipe, "--output", "out")
     assert done.returncode == 0, done.stderr
+    return out, done.stdout
+
+
+def test_a_guarded_start_is_the_best_of_its_table(guarded: tuple[Path, str]) -> None:
+    out, said = guarded
     table = json.loads((out / "student" / "merge.json").read_text())
     rows = {row["name"]: row for row in table["rows"]}
     assert list(rows) == NAMES[:4], "the full sum passes, so no trimmed one is tried"
     assert table["rollouts"] == 18
     assert len({tuple(row["rewards"].values()) for row in rows.values()}) == len(rows)
     assert table["chosen"] == "plain sum" and rows["plain sum"]["out"] is None
-    assert f"student starts from {table['chosen']}" in done.stdout
+    assert f"student starts from {table['chosen']}" in said
 
     folders = [str(out / name / "export") for name in ("base", "accuracy_teacher", "format_teacher")]
     vectors = TaskVectors(folders[0], folders[1:])
@@ -138,10 +146,10 @@ def test_a_stopped_guard_resumes(
 
 
 @pytest.mark.slow
-def test_two_ranks_share_the_rollouts_and_agree(place: Callable[..., tuple[Path, Path]]) -> None:
-    recipe, one = place("one")
-    assert train_here(recipe, "--output", "one", "--only", "student").returncode == 0
-    _, two = place("two")
+def test_two_ranks_share_the_rollouts_and_agree(
+    place: Callable[..., tuple[Path, Path]], guarded: tuple[Path, str]
+) -> None:
+    one, (recipe, two) = guarded[0], place("two")
     done = train(recipe, "--output", "two", "--only", "student", ranks=2)
     assert done.returncode == 0, done.stderr
     tables = [json.loads((out / "student" / "merge.json").read_text()) for out in (one, two)]
