@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
-from smopd import ops
-from smopd.kernels import dispatch
 from smopd.kernels.reference import topk as reference
 from smopd.kernels.types import LossSettings, LossTokens, SparseTarget, TokenTerms
 from tests.kernels import backends, float64
@@ -177,26 +173,6 @@ def loss_case(
     return LossCase(logits_NV, tokens, settings)
 
 
-@functools.lru_cache(maxsize=4)
-def kl_case(
-    shape: tuple[int, int, int, int] = SHAPES[1],
-    dtype: str = "fp32",
-    target: str = "merged",
-    tail: bool = True,
-    temperature: float = 1.0,
-    upstream: str = "both",
-) -> LossCase:
-    """Return the forward KL as a loss whose surrogate is -log p; the weights are the upstream gradients."""
-    temperatures = (temperature, temperature)
-    case = loss_case(
-        shape, dtype, target, tail, temperatures=temperatures, reverse=None, old=False, opd_coef=1.0
-    )
-    slopes = torch.randn(2, shape[0], generator=torch.Generator().manual_seed(5)).to(case.tokens.adv_N.dtype)
-    slopes *= torch.tensor([[upstream != "kl"], [upstream != "logp"]])
-    columns = {"adv_N": -torch.ones_like(slopes[0]), "pg_weight_N": slopes[0], "kl_weight_N": slopes[1]}
-    return LossCase(case.logits_NV, replace(case.tokens, **columns), case.settings)
-
-
 def laid_out(rows_NV: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Return the rows with a gap after each, and all of their memory.
 
@@ -252,29 +228,3 @@ def few_rows(backend: str, case: LossCase, most: int | None = None) -> LossCase:
     if not backends.interpreted(backend):
         return case
     return case.at(backends.rows_for(backend, len(case.logits_NV), most or backends.INTERPRETED_ROWS))
-
-
-def run_kl(backend: str, case: LossCase, layout: str = "dense") -> tuple[Tensor, Tensor, Tensor]:
-    """Run topk_forward_kl and its backward; all-zero weights mean no upstream gradient."""
-    backends.need(backend)
-    tokens, settings = backends.moved(case.tokens, backends.device(backend)), case.settings
-    leaf_NV = laid_out(case.logits_NV.to(tokens.adv_N.device), layout)[0].requires_grad_()
-    target = (tokens.target_ids_NS, tokens.target_logps_NS)
-    options = {"tail": settings.tail, "temperature": settings.temperature}
-    with mock.patch.dict(os.environ, {dispatch.ENV: backend}):
-        outputs = ops.topk_forward_kl(leaf_NV, tokens.token_ids_N, *target, **options)
-        upstream = zip(outputs, (tokens.pg_weight_N, tokens.kl_weight_N), strict=True)
-        roots, weights = zip(
-            *((out_N, weight_N) for out_N, weight_N in upstream if weight_N.any()), strict=True
-        )
-        (grad_NV,) = torch.autograd.grad(roots, leaf_NV, weights)
-    return backends.moved((*(out_N.detach() for out_N in outputs), grad_NV), "cpu")
-
-
-def check_kl(backend: str, case: LossCase, layout: str = "dense") -> None:
-    case = few_rows(backend, case)
-    logp_N, kl_N, grad_NV = run_kl(backend, case, layout)
-    float64.check_term(logp_N, case.truth.terms.logp_N, "logp")
-    float64.check_term(kl_N, case.truth.terms.kl_N, "kl")
-    assert grad_NV.dtype == case.logits_NV.dtype
-    float64.check_gradient(grad_NV, case.truth, backend)

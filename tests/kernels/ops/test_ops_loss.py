@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from smopd.kernels import dispatch
 from smopd.kernels.reference import topk as reference
 from smopd.kernels.tokens import BLOCK, reverse_weight
 from smopd.kernels.types import TokenTerms
-from smopd.ops import LossSettings, LossStats, LossTokens, linear_smopd_loss, smopd_loss
+from smopd.ops import LossSettings, LossStats, LossTokens, linear_smopd_loss, smopd_loss, topk_forward_kl
 from tests.kernels import backends, cases, float64
 
 N, V = 12, 29
@@ -117,6 +117,34 @@ def test_every_backend_sums_the_terms(kind: str, n_rows: int, backend: str) -> N
             assert math.isnan(found) == math.isnan(total)
         true += coef * total if coef != 0.0 else 0.0
     torch.testing.assert_close(float(loss), true, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cpp", marks=built)])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(("target", "tail"), [("given", True), ("repeats", False)])
+def test_the_forward_kl_is_a_loss_whose_surrogate_is_minus_log_p(
+    target: str, tail: bool, dtype: str, backend: str, monkeypatch
+) -> None:
+    """Its rows are loss_rows on every backend: conformance/test_loss.py. Weights are upstream gradients."""
+    if (dtype, backend) == ("fp64", "cpp"):
+        pytest.skip("only the reference gets float64")
+    monkeypatch.setenv(dispatch.ENV, backend)
+    options = {"temperatures": (0.7, 0.7), "reverse": None, "old": False, "opd_coef": 1.0}
+    case = cases.loss_case((N, V, 2, 7), dtype, target, tail, **options)
+    slopes_2N = torch.randn(2, N, generator=torch.Generator().manual_seed(5)).to(case.tokens.adv_N)
+    for given in ((1, 1), (0, 1), (1, 0)):
+        logp_slope_N, kl_slope_N = slopes_2N * torch.tensor(given)[:, None]
+        weights = {"pg_weight_N": logp_slope_N, "kl_weight_N": kl_slope_N}
+        tokens = replace(case.tokens, **weights, adv_N=-torch.ones_like(logp_slope_N))
+        truth = cases.LossCase(case.logits_NV, tokens, case.settings).truth
+        leaf_NV = cases.laid_out(case.logits_NV, "inside")[0].requires_grad_()
+        sparse = (tokens.target_ids_NS, tokens.target_logps_NS)
+        found = topk_forward_kl(leaf_NV, tokens.token_ids_N, *sparse, tail=tail, temperature=0.7)
+        pairs = zip(found, weights.values(), strict=True)
+        sum(slope_N @ out_N for out_N, slope_N in pairs if slope_N.any()).backward()
+        for name, out_N in zip(("logp", "kl"), found, strict=True):
+            float64.check_term(out_N.detach(), getattr(truth.terms, f"{name}_N"), name)
+        float64.check_gradient(leaf_NV.grad, truth, backend)
 
 
 def ready(shape: tuple[int, ...] = (N, V)) -> tuple[Tensor, LossTokens, Tensor, Tensor]:

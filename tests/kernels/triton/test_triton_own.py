@@ -22,7 +22,7 @@ from smopd.kernels.triton import loss as triton_loss
 from smopd.kernels.triton import mixture as triton_mixture
 from smopd.kernels.triton import topk as triton_topk
 from smopd.kernels.types import LossSettings, TokenTerms
-from tests.kernels.cases import LossCase, check_loss, kl_case, loss_case, run_loss
+from tests.kernels.cases import LossCase, check_loss, loss_case, run_loss
 from tests.kernels.triton.test_triton_large import Size, make
 
 DEVICE, INF = backends.device("triton"), math.inf
@@ -94,8 +94,10 @@ def test_an_id_outside_the_vocabulary_makes_its_row_nan(target: str, bad: int) -
 
 
 def test_a_token_of_minus_100_does_not_change_a_forward_kl() -> None:
-    case = kl_case((2, 300, 2, 8), target="given", upstream="kl")
-    results = (run_loss("triton", case.but(token_ids_N=torch.tensor(ids))) for ids in ([5, -100], [5, 7]))
+    case = loss_case((2, 300, 2, 8), target="given", reverse=None, old=False)
+    kl_alone = {"pg_weight_N": torch.zeros(2), "kl_weight_N": torch.tensor([0.4, -0.9])}
+    cases = (case.but(token_ids_N=torch.tensor(ids), **kl_alone) for ids in ([5, -100], [5, 7]))
+    results = (run_loss("triton", each) for each in cases)
     (terms, grad_NV), (want, want_NV) = results
     assert torch.equal(terms.kl_N, want.kl_N) and torch.equal(grad_NV, want_NV)
 
