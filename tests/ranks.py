@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import forkserver
@@ -81,6 +81,14 @@ def forked(n: int, *words: str, cwd: Path, output: list[Path]) -> Iterator[list[
         for fork in forks:
             fork.kill()
             fork.join()
+
+
+def wait_until(moment: Callable[[], bool], process: BaseProcess, log: Path) -> None:
+    """Wait for the moment in the life of a process."""
+    deadline = time.monotonic() + HANG_SECONDS
+    while not moment():
+        assert process.is_alive() and time.monotonic() < deadline, log.read_text()[-4000:]
+        time.sleep(0.002)
 
 
 def on_ranks(n: int, *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

@@ -46,9 +46,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def recipe_of(page: dict[str, Any], folder: Path) -> Path:
     teachers = [{"model": str(folder / "teacher"), "reward": reward["name"]} for reward in page["rewards"]]
     own = {"loop": {"steps": 4, "updates_per_step": 1}, "teachers": {"models": teachers}}
-    recipe = write_recipe(folder, page | own, drop=("warm_start", "runs"))
-    recipe.write_text(recipe.read_text() + "runs: {student: {stage: merge}}\n")
-    return recipe
+    own |= {"runs": {"student": {"stage": "merge"}}}
+    return write_recipe(folder, page | own, drop=("warm_start", "runs"))
 
 
 def test_a_run_takes_the_pages_functions(place: Path) -> None:

@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -87,20 +86,30 @@ def sources(room: str) -> list[Path]:
 
 
 @cache
-def imports(path: Path) -> list[tuple[int, str]]:
-    """Return line and dotted name of every import, by statement or call."""
-    found: list[tuple[int, str]] = []
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+def imports(path: Path) -> list[tuple[int, str, bool]]:
+    """Return line, dotted name and whether it is for type checkers of every import, by statement or call."""
+    tree = ast.parse(path.read_text(), str(path))
+    typed = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    found: list[tuple[int, str, bool]] = []
+    for node in ast.walk(tree):
+        names: list[str] = []
         if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            inside = node.module == "smopd"
-            found += [(node.lineno, f"smopd.{alias.name}") for alias in node.names if inside]
-            found += [] if inside else [(node.lineno, str(node.module))]
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in DYNAMIC:
-            named = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
-            found += [(node.lineno, str(name)) for name in named]
+            names = [str(arg.value) for arg in node.args[:1] if isinstance(arg, ast.Constant)]
+        found += [(node.lineno, name, node in typed) for name in names]
     return found
+
+
+def within(name: str, package: str) -> bool:
+    return f"{name}.".startswith(f"{package}.")
 
 
 def where_imported(room: str, *names: str) -> list[tuple[str, str]]:
@@ -109,8 +118,8 @@ def where_imported(room: str, *names: str) -> list[tuple[str, str]]:
     return [
         (str(path.relative_to(ROOT)), f"{path.relative_to(ROOT)}:{line} imports {name}")
         for path in sources(room)
-        for line, name in imports(path)
-        if any(f"{name}.".startswith(f"{each}.") for each in names or allowed) == bool(names)
+        for line, name, _ in imports(path)
+        if any(within(name, each) for each in names or allowed) == bool(names)
     ]
 
 
@@ -129,37 +138,18 @@ def module_names(room: str) -> dict[str, Path]:
     return found
 
 
-def imported_modules(path: Path, modules: Iterable[str]) -> Iterator[tuple[int, str]]:
-    """Yield line and module of the imports of a file, except those for type checkers."""
-    tree = ast.parse(path.read_text(), str(path))
-    typed = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node not in typed:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import) and node not in typed:
-            names = [alias.name for alias in node.names]
-        else:
-            continue
-        for name in names:
-            known = [module for module in modules if name == module or name.startswith(f"{module}.")]
-            if known:
-                yield node.lineno, max(known, key=len)
-
-
 @cache
 def edges() -> list[tuple[str, str, str]]:
     """Return importing and imported module, and where, of all imports between our modules."""
     modules = {name: path for room in ROOMS for name, path in module_names(room).items()}
-    return [
-        (module, imported, f"{path.relative_to(ROOT)}:{line} imports {imported}")
-        for module, path in modules.items()
-        for line, imported in imported_modules(path, modules)
-    ]
+    found = []
+    for module, path in modules.items():
+        for line, name, typed in imports(path):
+            known = [other for other in modules if within(name, other)]
+            if known and not typed:
+                imported = max(known, key=len)
+                found.append((module, imported, f"{path.relative_to(ROOT)}:{line} imports {imported}"))
+    return found
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -187,7 +177,7 @@ def test_who_may_import_whom(room: str) -> None:
 def test_a_backend_is_reached_through_dispatch_alone(backend: str) -> None:
     """dispatch imports it by name; tests and bench may import it directly."""
     inside = f"smopd.kernels.{backend}"
-    members = {name for name in module_names("kernels") if f"{name}.".startswith(f"{inside}.")}
+    members = {name for name in module_names("kernels") if within(name, inside)}
     wrong = [where for module, imported, where in edges() if imported in members and module not in members]
     assert members and not wrong, "\n".join(wrong)
 
@@ -217,10 +207,12 @@ def test_the_loop_loads_nothing_optional_and_cpus_need_no_triton() -> None:
     serving = f"import torch, smopd.run.pipeline\nfrom smopd.ops import topk_logprobs\n{serves}"
     loaded = loaded_by(f"{no_triton}\nimport smopd.loop", serving)
     assert "smopd.loop" in loaded
-    assert not {name for name in loaded for other in OPTIONAL if f"{name}.".startswith(f"{other}.")}
+    assert not {name for name in loaded for other in OPTIONAL if within(name, other)}
     modules = {name: path for room in ROOMS for name, path in module_names(room).items()}
     ours = [modules[name] for name in loaded & modules.keys()]
-    assert not [path for path in ours for _, name in imports(path) if name == "httpx"], "it is transformers'"
+    assert not [path for path in ours for _, name, _ in imports(path) if within(name, "httpx")], (
+        "it is transformers'"
+    )
 
 
 @pytest.mark.parametrize("package", EXTRAS)

@@ -74,28 +74,34 @@ def with_turns(rollouts: Sequence[Rollout], seed: int = 0) -> list[Rollout]:
     return changed
 
 
+def own_ids(rollouts: Sequence[Rollout]) -> torch.Tensor:
+    """Return the (N,) policy's tokens."""
+    return torch.cat([rollout.of_policy(rollout.response_ids) for rollout in rollouts])
+
+
+def plain_logits(model: Callable[[torch.Tensor], Any], rollouts: Sequence[Rollout]) -> torch.Tensor:
+    """Return the (N, V) logits that predict the policy's tokens, one sequence at a time."""
+    rows = []
+    for rollout in rollouts:
+        ids = torch.cat([torch.tensor(rollout.prompt_ids), rollout.response_ids])[None]
+        rows.append(rollout.of_policy(model(ids).logits[0, len(rollout.prompt_ids) - 1 : -1]))
+    return torch.cat(rows)
+
+
 def plain_logps(
     model: Callable[[torch.Tensor], Any], rollouts: Sequence[Rollout], temperature: float = 1.0
 ) -> torch.Tensor:
-    """Return (N,) log-probabilities of the policy's tokens, one sequence at a time."""
-    logps = []
-    for rollout in rollouts:
-        ids = torch.cat([torch.tensor(rollout.prompt_ids), rollout.response_ids])[None]
-        logits = model(ids).logits[0, len(rollout.prompt_ids) - 1 : -1] / temperature
-        logp_T = logits.log_softmax(-1).gather(-1, rollout.response_ids[:, None])[:, 0]
-        logps.append(rollout.of_policy(logp_T))
-    return torch.cat(logps)
+    """Return the (N,) log-probabilities of the policy's tokens."""
+    logps_NV = (plain_logits(model, rollouts) / temperature).log_softmax(-1)
+    return logps_NV.gather(-1, own_ids(rollouts)[:, None])[:, 0]
 
 
 def assert_sampled_by(model, rollouts: list[Rollout], temperature: float = 1.0, greedy: bool = True) -> None:
     """Assert that the log-probabilities, and for greedy sampling the tokens, are the model's."""
-    for rollout in rollouts:
-        ids = torch.cat([torch.tensor(rollout.prompt_ids), rollout.response_ids])[None]
-        logits = model.eval()(ids).logits[0, len(rollout.prompt_ids) - 1 : -1].detach() / temperature
-        if greedy:
-            assert logits.argmax(-1).equal(rollout.response_ids)
-        logps = logits.log_softmax(-1).gather(-1, rollout.response_ids[:, None])[:, 0]
-        torch.testing.assert_close(rollout.logps, logps, rtol=0, atol=1e-4)
+    with torch.no_grad():
+        assert not greedy or plain_logits(model.eval(), rollouts).argmax(-1).equal(own_ids(rollouts))
+        logps_N = plain_logps(model.eval(), rollouts, temperature)
+    torch.testing.assert_close(torch.cat([each.logps for each in rollouts]), logps_N, rtol=0, atol=1e-4)
 
 
 def differ(a: list[Rollout], b: list[Rollout]) -> bool:

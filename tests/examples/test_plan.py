@@ -11,7 +11,6 @@ import pytest
 from examples.plan import Need, Options, main, plan, totals
 from smopd.config.cli import read_settings
 from smopd.config.settings import merged
-from smopd.engine.vllm.memory import GIB, WORK
 from tests.smopd.recipes import write_recipe
 
 CONFIG = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size"
@@ -20,11 +19,9 @@ QWEN = {  # published values of CONFIG for Qwen2.5, whether the head is tied, an
     "7B": ((3584, 18_944, 28, 28, 4, 152_064), False, 7_615_616_512),
 }
 SMALL = QWEN["1.5B"][2]
-POSITION = 2 * 28 * 2 * 128 * 2  # bytes of 1.5B's keys and values in bf16
 LORA = {"student": {"lora": {"rank": 32, "alpha": 64}}}
 LORA_TEACHERS = {"runs": {name: {"set": LORA} for name in ("accuracy_teacher", "format_teacher")}}
 KL_REF = {"kl_ref": {"coef": 0.1}}
-VLLM = {"rollout": {"engine": "vllm"}, "teachers": {"engine": "vllm", "dtype": "bfloat16"}}
 NARROW = {"student": {"compute_dtype": "bfloat16", "gradient_checkpointing": True}}
 
 
@@ -44,11 +41,9 @@ def recipe(folder: Path, model: str, *changes: dict[str, Any]) -> str:
         "rollout": {"max_new_tokens": 1024, "dtype": "bfloat16"},
         "loop": {"prompts_per_step": 64, "updates_per_step": 1},
     }
-    for change in changes:
+    for change in ({"model": {"path": config_folder(folder, model)}}, *changes):
         values = merged(values, change)
-    path = write_recipe(folder, values, ("model",))
-    path.write_text(path.read_text() + f"model: {{path: {config_folder(folder, model)}}}\n")
-    return str(path)
+    return str(write_recipe(folder, values, ("model",)))
 
 
 def planned(recipe: str, **given: Any) -> dict[str, list[Need]]:
@@ -85,32 +80,6 @@ def test_frozen_models_are_counted_as_they_are_held(
     assert held(run, "teachers' weights", "teachers") == 4 * models * SMALL
 
 
-def test_sampling_ahead_and_update_hold_their_memory_together(tmp_path: Path) -> None:
-    path = recipe(tmp_path, "1.5B")
-    alone = planned(path)["student"]
-    beside = planned(path, **{"loop.async_level": 1, "loss.old_logps": "rollout"})["student"]
-    cache = sum(held(beside, what, "rollout") for what in ("KV cache", "sampling"))
-    assert cache > 0
-    assert totals(beside)["update"] == totals(alone)["update"] + cache
-
-
-def test_engines_are_planned_as_they_are_made(tmp_path: Path) -> None:
-    """The rollout engine takes a quarter; teachers' engines stay awake, or take turns in processes."""
-    path = recipe(tmp_path, "1.5B", VLLM, NARROW)
-    run = planned(path)["student"]
-    free = 77 * GIB - SMALL // 2 - 2 * SMALL - WORK
-    assert held(run, "rollout KV cache", "rollout") == pytest.approx(free / 4, abs=2)
-    assert held(run, "rollout KV cache", "update") == 0
-    cache = 2 * (16_384 + 2048 + 16) * POSITION
-    for column in ("rollout", "update"):
-        assert held(run, "KV cache", column) - held(run, "rollout KV cache", column) == cache
-    run = planned(path, **{"teachers.vllm.engine_kwargs.kv_cache_memory_bytes": GIB})["student"]
-    assert held(run, "KV cache", "update") == 2 * GIB
-    run = planned(path, **{"teachers.vllm.placement": "process"})["student"]
-    one = 2 * SMALL + cache // 2 + WORK
-    assert (held(run, "in turn", "teachers"), held(run, "in turn", "update")) == (one, 0)
-
-
 def test_the_verdict_is_in_plain_text_and_in_the_exit_status(tmp_path: Path, capsys) -> None:
     assert main([recipe(tmp_path, "7B"), "--gpus", "1"]) == 1
     out = capsys.readouterr().out
@@ -120,3 +89,4 @@ def test_the_verdict_is_in_plain_text_and_in_the_exit_status(tmp_path: Path, cap
     assert main(["quickstart", "--only", "smopd", "--gpus", "2", "--gpu-memory", "8"]) == 0
     out = capsys.readouterr().out
     assert "run smopd: " in out and "run gdpo" not in out, "a model that a factory makes"
+    assert main(["quickstart", "--only", "smop"]) == 2 and "did you mean smopd" in capsys.readouterr().err

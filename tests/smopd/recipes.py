@@ -59,10 +59,9 @@ TINY: dict[str, Any] = {
 
 
 def write_recipe(folder: Path, changes: dict[str, Any] | None = None, drop: tuple[str, ...] = ()) -> Path:
-    """Write `TINY` with `changes`, without the top-level keys `drop`, to a file in `folder`."""
-    values = merged(deepcopy(TINY), changes or {})
-    for key in drop:
-        values.pop(key)
+    """Write `TINY` without the top-level keys `drop`, with `changes`, to a file in `folder`."""
+    kept = {key: value for key, value in TINY.items() if key not in drop}
+    values = merged(deepcopy(kept), changes or {})
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(values, sort_keys=False))
     return path

@@ -10,27 +10,22 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from smopd.engine.types import Rollout, TeacherTopK
-from tests.engine.tiny import VOCABULARY, ragged_rollouts, tiny_model, with_turns
+from tests.engine.tiny import VOCABULARY, own_ids, plain_logits, ragged_rollouts, tiny_model, with_turns
 
 ROLLOUTS = with_turns(ragged_rollouts(seed=3))
 
 
 def whole_logprobs(model, rollouts: list[Rollout], temperature: float = 1.0) -> Tensor:
-    """Return (N, V) log-probabilities at the policy's tokens, one sequence at a time."""
-    rows = []
-    for rollout in rollouts:
-        ids = torch.cat([torch.tensor(rollout.prompt_ids), rollout.response_ids])[None]
-        with torch.no_grad():
-            logits = model(ids).logits[0, len(rollout.prompt_ids) - 1 : -1]
-        rows.append(rollout.of_policy(logits.float() / temperature).log_softmax(-1))
-    return torch.cat(rows)
+    """Return (N, V) log-probabilities at the policy's tokens."""
+    with torch.no_grad():
+        return (plain_logits(model, rollouts).float() / temperature).log_softmax(-1)
 
 
 def check(
     topk: TeacherTopK, expected: list[Tensor], kappa: int, bound: float, rollouts: list[Rollout] = ROLLOUTS
 ) -> None:
     """Compare with each teacher's (N, V): the largest values, and the value of each id, within `bound`."""
-    token_ids_N = torch.cat([rollout.of_policy(rollout.response_ids) for rollout in rollouts])
+    token_ids_N = own_ids(rollouts)
     assert topk.ids_NMS.shape == topk.logps_NMS.shape == (len(token_ids_N), len(expected), kappa)
     assert topk.ids_NMS.dtype == torch.int32
     for m, logps_NV in enumerate(expected):

@@ -29,7 +29,7 @@ from smopd.engine.settings import Packing
 from smopd.engine.types import TeacherTopK
 from smopd.worlds.models import world_model
 from tests.engine.tiny import ragged_rollouts, with_turns
-from tests.smopd.recipes import merged, metric_lines, train_here, write_recipe
+from tests.smopd.recipes import metric_lines, train_here, write_recipe
 
 pytest.importorskip("starlette")
 uvicorn = pytest.importorskip("uvicorn")
@@ -353,10 +353,9 @@ def test_a_run_with_teachers_at_urls(paths, urls, tmp_path):
             "teachers": {"models": taught},
             "opd": {"kappa": 8},
             "loop": {"steps": 1},
+            "runs": {"student": {"stage": "merge"}},
         }
-        recipe = write_recipe(tmp_path, merged(changes, {"name": name}), drop=("warm_start", "runs"))
-        recipe.write_text(recipe.read_text() + "runs: {student: {stage: merge}}\n")
-        done = train_here(recipe)
+        done = train_here(write_recipe(tmp_path, changes | {"name": name}, drop=("warm_start", "runs")))
         assert done.returncode == 0, done.stderr[-4000:]
         (line,) = metric_lines(tmp_path / "runs" / name / "student")
         return line

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 
 import httpx
@@ -25,7 +24,7 @@ from tests.engine.tiny import assert_sampled_by, ragged_rollouts
 from tests.engine.vllm.served import ROLLOUTS, Process, serve, serving
 from tests.engine.vllm.vllm_worker import assert_followed, on_two_ranks
 from tests.patience import HANG_SECONDS
-from tests.ranks import forked
+from tests.ranks import forked, wait_until
 from tests.smopd.recipes import metric_lines, write_recipe
 
 PROMPTS = [(5, 9, 11), (7,), (20, 21, 22, 23, 24, 25), (30, 31), (40,)]
@@ -123,17 +122,14 @@ def test_a_run_goes_on_when_a_server_is_killed(pair, model_folder, tmp_path):
         "teachers": {"models": []},
         "loop": {"steps": steps, "updates_per_step": 1},
         "log": {"samples_per_step": per_step},
+        "runs": {"alone": {"stage": "specialize", "reward_weights": [0.5, 0.5]}},
     }
     recipe = write_recipe(tmp_path, changes, drop=("warm_start", "runs"))
-    runs = "runs: {alone: {stage: specialize, reward_weights: [0.5, 0.5]}}\n"
-    recipe.write_text(recipe.read_text() + runs)
     metrics, log = tmp_path / "run/alone/metrics.jsonl", tmp_path / "log"
     words = ("-m", "smopd.train", str(recipe), "--output", "run")
     pair[1].start()
     with forked(1, *words, cwd=tmp_path, output=[log, log]) as (run,):
-        while not metrics.exists() or metrics.read_text().count("\n") < 2:
-            assert run.is_alive(), log.read_text()[-4000:]
-            time.sleep(0.1)
+        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, run, log)
         pair[1].kill()
         run.join(HANG_SECONDS)
     text = log.read_text()

@@ -23,7 +23,7 @@ from smopd.engine.types import Rollout, Sampling
 from smopd.engine.vllm.rollout import VllmRollout
 from tests.engine.tiny import END, assert_sampled_by, tiny_model
 from tests.patience import HANG_SECONDS
-from tests.ranks import forked
+from tests.ranks import forked, wait_until
 
 KWARGS = {"kv_cache_memory_bytes": 32 << 20, "max_model_len": 64}
 SETTINGS = Vllm(engine_kwargs=KWARGS)
@@ -52,27 +52,17 @@ def tokens(rollouts: list[Rollout]) -> list[list[int]]:
     return [rollout.response_ids.tolist() for rollout in rollouts]
 
 
-def logits(model, rollout: Rollout) -> torch.Tensor:
-    """Return (T, V) logits that predict the response."""
-    ids = torch.cat([torch.tensor(rollout.prompt_ids), rollout.response_ids])[None]
-    return model.eval()(ids).logits[0, len(rollout.prompt_ids) - 1 : -1].detach()
-
-
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
 def test_log_probabilities_are_those_of_the_distribution_drawn_from(rollouts, temperature):
-    model = tiny_model(seed=1)
     sampling = Sampling(n=3, temperature=temperature, max_new_tokens=15, seed=4)
-    for rollout in rollouts.generate(PROMPTS, GROUPS, sampling):
-        logps_TV = (logits(model, rollout) / temperature).log_softmax(-1)
-        expected = logps_TV.gather(-1, rollout.response_ids[:, None])[:, 0]
-        assert expected.isfinite().all()
-        torch.testing.assert_close(rollout.logps, expected, rtol=0, atol=1e-4)
+    made = rollouts.generate(PROMPTS, GROUPS, sampling)
+    assert_sampled_by(tiny_model(seed=1), made, temperature, greedy=False)
 
 
 def test_draws_follow_the_distribution(rollouts):
     made = rollouts.generate([(7,)], [0], Sampling(n=3000, temperature=0.7, max_new_tokens=1))
     found = torch.cat([rollout.response_ids for rollout in made]).bincount(minlength=53) / len(made)
-    expected = (logits(tiny_model(seed=1), made[0]) / 0.7).softmax(-1)[0]
+    expected = (tiny_model(seed=1)(torch.tensor([[7]])).logits[0, 0].detach() / 0.7).softmax(-1)
     spread = (expected * (1 - expected) / len(made)).sqrt()
     assert ((found - expected).abs() <= 4.5 * spread).all()
 
@@ -185,19 +175,13 @@ def test_an_engine_outlives_a_terminals_interrupt_and_ends_with_a_caller_that_is
     tiny_model().save_pretrained(tmp_path)
     script, out, log = (tmp_path / name for name in ("caller.py", "out", "log"))
     script.write_text(CALLER)
-    deadline = time.monotonic() + HANG_SECONDS
-
-    def wait_for(line: str) -> None:
-        while line not in out.read_text():
-            assert caller.is_alive() and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
-
     with forked(1, str(script), str(tmp_path), cwd=tmp_path, output=[out, log]) as (caller,):
-        wait_for("made\n")
+        wait_until(lambda: "made\n" in out.read_text(), caller, log)
         engines = below(caller.pid)
         assert engines
         os.killpg(caller.pid, signal.SIGINT)
-        wait_for("asked to end\n1 sampled\n")
+        wait_until(lambda: "asked to end\n1 sampled\n" in out.read_text(), caller, log)
+    deadline = time.monotonic() + HANG_SECONDS
     while any(runs(process) for process in engines):
         assert time.monotonic() < deadline, engines
         time.sleep(0.2)

@@ -9,6 +9,9 @@ holds the bounds for a version of Triton and a digest of each launch's source. O
 per kernel is compiled. A spill fails unless the bounds have it as "stack" bytes; edit the file to admit one.
 The split kernel spills a few bytes outside of its loops up to Triton 3.7. From 3.8 on it spills more and was
 not timed.
+
+In PTX no product may be fused unrounded where its rounding matters: b*c - round(b*c) would be the rounding
+error instead of 0, and a thread would keep a product with another rounding than it passes on.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,8 +28,8 @@ from typing import Any
 
 import triton
 
-from tests.kernels.offline import contraction, offline_cases
-from tests.kernels.offline.offline_code import Built, build
+from tests.kernels.offline import offline_cases
+from tests.kernels.offline.offline_code import Built, build, compiled_of
 from tests.kernels.offline.offline_launches import CAPABILITIES, Launch, launches_of, shipped_kernels
 
 BOUNDS = Path(__file__).with_name("bounds") / f"{triton.__version__}.json"
@@ -38,6 +42,42 @@ SLACK = {"registers": 8, "shared": 1024}
 CODE_SLACK = {"instructions": 1.05, "outside": 1.05}  # shuffles and barriers have none
 
 Bounds = dict[str, dict[str, Any]]
+
+
+def contracted(ptx: str) -> list[str]:
+    """Return the fused multiply-adds whose addend is a rounded and negated product."""
+    products = set(re.findall(r"mul(?:\.rn)?\.f32\s+(%\w+)", ptx))
+    negated = {new for new, old in re.findall(r"neg\.f32\s+(%\w+), (%\w+)", ptx) if old in products}
+    found = re.findall(r"(fma\.rn\.f32\s+%\w+, %\w+, %\w+, (%\w+))", ptx)
+    return [line for line, addend in found if addend in negated]
+
+
+def summed(ptx: str) -> list[str]:
+    """Return the fused multiply-adds of a product that is also rounded."""
+    products = {frozenset(pair) for pair in re.findall(r"mul(?:\.rn)?\.f64\s+%\w+, (%\w+), (%\w+)", ptx)}
+    found = re.findall(r"(fma\.rn\.f64\s+%\w+, (%\w+), (%\w+), %\w+)", ptx)
+    return [line for line, *factors in found if frozenset(factors) in products]
+
+
+KERNELS = {
+    "_stream_kernel": contracted,
+    "select_kernel": contracted,
+    "_runs_kernel": summed,
+    "_merge_kernel": summed,
+    "_whiten_kernel": summed,
+}
+
+
+def checked_part(launch: Launch) -> tuple[str, str]:
+    """Return the kernel and, if it is one of KERNELS, the dtype of its logits."""
+    dtypes = ("bf16", "fp16", "fp32") if launch.kernel.rpartition(":")[2] in KERNELS else ()
+    return launch.kernel, next((dtype for dtype in dtypes if dtype in launch.name), "")
+
+
+def unrounded(launch: Launch) -> list[str]:
+    """Return the wrong instructions of a launch; after a first compilation it is read from Triton's cache."""
+    find = KERNELS.get(launch.kernel.rpartition(":")[2])
+    return [f"{launch.name}: {line}" for line in find(compiled_of(launch).asm["ptx"])] if find else []
 
 
 def faults(built: Built, bounds: Bounds) -> Iterator[str]:
@@ -81,17 +121,17 @@ def store_bounds(rows: Bounds) -> None:
 
 def to_build(launches: Sequence[Launch], bounds: Bounds) -> list[Launch]:
     """Return the launches whose digest is not the recorded one, and the first of each `checked_part`."""
-    first = {contraction.checked_part(launch): launch.name for launch in reversed(launches)}
+    first = {checked_part(launch): launch.name for launch in reversed(launches)}
     return [
         launch
         for launch in launches
-        if first[contraction.checked_part(launch)] == launch.name
+        if first[checked_part(launch)] == launch.name
         or bounds.get(launch.name, {}).get("digest") != launch.digest
     ]
 
 
 def examined(launch: Launch) -> tuple[Built, list[str]]:
-    return build(launch), contraction.unrounded(launch)
+    return build(launch), unrounded(launch)
 
 
 def build_all(launches: Sequence[Launch], jobs: int) -> list[tuple[Built, list[str]]]:
@@ -111,7 +151,7 @@ def checked(launches: Sequence[Launch]) -> Iterator[str]:
     """Yield what is wrong before compiling."""
     shipped = shipped_kernels(offline_cases.MODULES)
     unreached = shipped - {launch.kernel for launch in launches}
-    unreached |= contraction.KERNELS.keys() - {kernel.rpartition(":")[2] for kernel in shipped}
+    unreached |= KERNELS.keys() - {kernel.rpartition(":")[2] for kernel in shipped}
     yield from (f"{name}: no case launches it" for name in sorted(unreached))
     for launch in launches:
         if dict(launch.options).get(FUSION) is not True:

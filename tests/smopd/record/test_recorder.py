@@ -11,7 +11,7 @@ import torch
 
 from smopd.engine.types import Sampling
 from smopd.record.metrics import GIB, Metrics
-from tests.engine.tiny import tiny_model
+from tests.engine.tiny import own_ids, plain_logits, tiny_model
 from tests.smopd.run.invariance_worker import (
     GROUP_SIZE,
     PROMPTS,
@@ -57,13 +57,8 @@ def rollouts():
 
 
 def logits_NV(seed, rollouts):
-    model = tiny_model(seed).eval()
     with torch.no_grad():
-        found = []
-        for rollout in rollouts:
-            ids = torch.cat([torch.tensor(rollout.prompt_ids), rollout.response_ids])[None]
-            found.append(rollout.of_policy(model(ids).logits[0, len(rollout.prompt_ids) - 1 : -1]))
-    return torch.cat(found).double()
+        return plain_logits(tiny_model(seed).eval(), rollouts).double()
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +72,7 @@ def teachers_NV(rollouts):
 
 
 def at_tokens(logps_NV, rollouts):
-    token_ids_N = torch.cat([rollout.of_policy(rollout.response_ids) for rollout in rollouts])
-    return logps_NV.gather(-1, token_ids_N[:, None])[:, 0]
+    return logps_NV.gather(-1, own_ids(rollouts)[:, None])[:, 0]
 
 
 def sparse(teachers_NV, temperature):

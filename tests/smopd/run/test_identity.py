@@ -17,7 +17,7 @@ from smopd.run import identity
 from smopd.run.folder import compare_inputs
 from smopd.run.inputs import Inputs
 from smopd.worlds.models import world_model
-from tests.smopd.recipes import TINY, merged, train_here, write_recipe
+from tests.smopd.recipes import TINY, train_here, write_recipe
 from tests.smopd.run.invariance_worker import SETTINGS
 
 ROWS = "def some(**options):\n    return [{'prompt': 'call anna', 'ground_truth': ''}] * 4\n"
@@ -53,9 +53,7 @@ def test_a_changed_input_is_refused_by_name_and_recorded_with_a_word(tmp_path, c
     for seed, name in enumerate(("model", "teacher")):
         for part in world_model(seed):
             part.save_pretrained(tmp_path / name)
-    values = merged({key: value for key, value in TINY.items() if key not in ("runs", "teachers")}, CHANGES)
-    recipe = write_recipe(tmp_path, drop=tuple(TINY))
-    recipe.write_text(json.dumps({key: value for key, value in values.items() if key != "warm_start"}))
+    recipe = write_recipe(tmp_path, CHANGES, drop=("runs", "teachers", "warm_start"))
 
     def command(*words: str):
         return train_here(recipe, *words)

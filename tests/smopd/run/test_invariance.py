@@ -15,6 +15,7 @@ PEFT = importlib.util.find_spec("peft") is not None
 HERE = [name for name in VARIANTS if PEFT or "lora" not in name]
 """peft is optional."""
 UNPACKED = [name for name in HERE if not name.endswith("packed")]
+SHARED = [name for name in UNPACKED if not name.endswith("single")]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def one(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("two"), 2, UNPACKED)
+    return run(tmp_path_factory.mktemp("two"), 2, SHARED)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def test_layout_changes_nothing(one, variant):
     assert_same(one[variant], one[f"{variant.rpartition('-')[0]}-packed"])
 
 
-@pytest.mark.parametrize("variant", UNPACKED)
+@pytest.mark.parametrize("variant", SHARED)
 def test_two_ranks_equal_one_process(one, two, variant):
     assert_same(two[variant], one[variant])
 

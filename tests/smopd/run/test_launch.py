@@ -8,17 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 
 import pytest
 
-from smopd.config.cli import read_settings
 from smopd.engine.distributed import process_group
 from smopd.engine.process import below, runs
-from smopd.run import launch
 from tests.patience import HANG_SECONDS
-from tests.ranks import environment, forked, on_ranks
+from tests.ranks import environment, forked, on_ranks, wait_until
 from tests.smopd.recipes import metric_lines, train_here, write_recipe
 
 pytestmark = pytest.mark.slow
@@ -29,13 +25,6 @@ FIRST = "accuracy_teacher/metrics.jsonl"
 OUTPUT = ("--output", "out", "--only", "accuracy_teacher")
 TRAIN = ("-m", "smopd.train", "recipe.yaml", *OUTPUT)
 LAUNCH = (*TRAIN, "--processes", "2")
-
-
-def wait_for(process: BaseProcess, moment: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + HANG_SECONDS
-    while not moment():
-        assert process.is_alive() and time.monotonic() < deadline, "the run ended before"
-        time.sleep(0.002)
 
 
 def assert_none_is_left(processes: list[int]) -> None:
@@ -53,13 +42,13 @@ def test_killed_together_or_one_by_one_the_ranks_resume_as_if_nothing_had_been(t
     assert on_ranks(2, *TRAIN, cwd=whole).returncode == 0
     log = [tmp_path / "log"] * 2
     with forked(1, *LAUNCH, cwd=killed, output=log) as (launcher,):
-        wait_for(launcher, lambda: any(killed.glob("out/accuracy_teacher/checkpoints/*.partial")))
+        wait_until(lambda: any(killed.glob("out/accuracy_teacher/checkpoints/*.partial")), launcher, log[0])
         all_below = below(launcher.pid)
         assert len(all_below) >= 2
         launcher.kill()
         assert_none_is_left(all_below)
     with forked(2, *TRAIN, cwd=killed, output=log) as ranks:
-        wait_for(ranks[0], lambda: any(killed.glob("out/accuracy_teacher/export.partial")))
+        wait_until(lambda: any(killed.glob("out/accuracy_teacher/export.partial")), ranks[0], log[0])
         ranks[1].kill()
         ranks[0].join(HANG_SECONDS)
     assert log[0].read_text().count("error: another rank has ended") == 1
@@ -78,7 +67,7 @@ def test_killed_together_or_one_by_one_the_ranks_resume_as_if_nothing_had_been(t
 def test_a_second_command_is_refused_and_a_signal_ends_both_ranks_after_their_step(tmp_path):
     recipe, log = write_recipe(tmp_path, ENDLESS), tmp_path / "log"
     with forked(1, *LAUNCH, cwd=tmp_path, output=[log, log]) as (launcher,):
-        wait_for(launcher, (tmp_path / "out" / FIRST).exists)
+        wait_until((tmp_path / "out" / FIRST).exists, launcher, log)
         second = train_here(recipe, *OUTPUT)
         assert second.returncode == 1 and "another command is at work there" in second.stderr
         all_below = below(launcher.pid)
@@ -95,7 +84,7 @@ def test_a_stopped_rank_ends_the_run_after_the_time_out(tmp_path):
     write_recipe(tmp_path, ENDLESS)
     log, words = tmp_path / "log", (*TRAIN, "--loop.timeout_seconds", "8")
     with forked(2, *words, cwd=tmp_path, output=[log, log]) as (first, stopped):
-        wait_for(first, (tmp_path / "out" / FIRST).exists)
+        wait_until((tmp_path / "out" / FIRST).exists, first, log)
         os.kill(stopped.pid, signal.SIGSTOP)
         began = time.monotonic()
         first.join(HANG_SECONDS)
@@ -143,26 +132,6 @@ def test_a_signal_before_anything_is_there_ends_the_command_in_silence(tmp_path)
         running.send_signal(signal.SIGINT)
         _, text = running.communicate(timeout=HANG_SECONDS)
     assert running.returncode == -signal.SIGINT and b"Traceback" not in text
-
-
-@pytest.mark.parametrize(("gpus", "ranks"), [(0, 4), (1, 1), (2, 2), (8, 4)])
-def test_no_more_ranks_than_gpus(gpus: int, ranks: int, monkeypatch, capsys) -> None:
-    started = []
-    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr(
-        "torch.distributed.launcher.api.elastic_launch",
-        lambda config, _: lambda *_: started.append(config.nproc_per_node),
-    )
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv(launch.PARENT, "")
-    assert launch.launch("smopd.train", [], 4) == 0
-    assert started == [ranks] and ("not 4" in capsys.readouterr().out) == (ranks < 4)
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    settings = read_settings("quickstart", {"processes": ["4"]})
-    assert launch.with_processes(settings).processes == ranks, "what config.yaml keeps"
-    monkeypatch.delenv(launch.PARENT)
-    assert launch.with_processes(settings).processes == 4, "torchrun ignores it"
 
 
 def test_a_rank_without_a_launcher_or_a_gpu_is_told(monkeypatch) -> None:

@@ -61,10 +61,9 @@ def recipe_in(folder: Path, models: list[str]) -> Path:
             "models": [{"model": m, "reward": r} for m, r in zip(teachers, ("turns", "length"), strict=True)]
         },
         "checkpoint": {"every": 100},
+        "runs": {"student": {"stage": "merge"}},
     }
-    recipe = write_recipe(folder, changes, drop=("warm_start", "runs"))
-    recipe.write_text(recipe.read_text() + "runs: {student: {stage: merge}}\n")
-    return recipe
+    return write_recipe(folder, changes, drop=("warm_start", "runs"))
 
 
 def test_a_run_with_an_environment_resumes_bit_for_bit(tmp_path: Path, caplog) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.patience import HANG_SECONDS
-from tests.ranks import forked
+from tests.ranks import forked, wait_until
 from tests.smopd.recipes import TINY, metric_lines, train, train_here, write_recipe
 
 pytestmark = pytest.mark.slow
@@ -44,10 +43,7 @@ def signal_when(number: int, moment: Callable[[Path], bool], recipe: Path, folde
     """Start the command, send it the signal at the moment, and return its exit status."""
     words = ("-m", "smopd.train", str(recipe))
     with forked(1, *words, cwd=recipe.parent, output=[log, log]) as (process,):
-        deadline = time.monotonic() + HANG_SECONDS
-        while not moment(folder):
-            assert process.is_alive() and time.monotonic() < deadline, log.read_text()[-4000:]
-            time.sleep(0.002)
+        wait_until(lambda: moment(folder), process, log)
         os.kill(process.pid, number)
         process.join(HANG_SECONDS)
         return process.exitcode

@@ -7,7 +7,6 @@ import json
 import math
 
 import pytest
-import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.smopd.recipes import TINY, metric_lines, train_here, write_recipe
@@ -44,10 +43,8 @@ def workplace(tmp_path):
 
 def recipe_of_one_run(folder, changes):
     """Write a recipe with a single run of stage train and no warm start."""
-    values = {"loop": {"steps": 2}, **changes}
-    path = write_recipe(folder, values, drop=("runs", "teachers", "warm_start"))
-    path.write_text(path.read_text() + "runs: {gdpo: {stage: train}}\n")
-    return path
+    values = {"loop": {"steps": 2}, "runs": {"gdpo": {"stage": "train"}}, **changes}
+    return write_recipe(folder, values, drop=("runs", "teachers", "warm_start"))
 
 
 WITH_BREVITY = {
@@ -75,9 +72,7 @@ def test_three_rewards_and_three_teachers(workplace):
         "opd": {"gate": {"kind": "token"}},
         "teachers": {"models": [{"model": f"{name}_teacher", "reward": name} for name in names]},
     }
-    recipe = write_recipe(workplace, changes, drop=("runs", "warm_start"))
-    recipe.write_text(recipe.read_text() + yaml.safe_dump({"runs": runs}, sort_keys=False))
-    done = train_here(recipe)
+    done = train_here(write_recipe(workplace, changes | {"runs": runs}, drop=("runs", "warm_start")))
     assert done.returncode == 0, done.stderr[-4000:]
     folder = workplace / "runs/tiny"
     results = json.loads((folder / "results.json").read_text())

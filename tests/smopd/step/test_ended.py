@@ -27,6 +27,7 @@ from tests.smopd.run.invariance_worker import SETTINGS, FixedRollouts, run_loop
 
 TWO_RANKS = ("generate", "score-lagged")
 PACKING = Packing(micro_batch_tokens=100_000)
+OPTIONS = TrainSettings(learning_rate=1e-2, compute_dtype="float32", **dict(PACKING))
 # The call that fails -> which of its calls, async_level, and the steps done before. Weights are sent before
 # the first step; with async_level 1 a batch is sampled before its step.
 CASES = {
@@ -36,6 +37,14 @@ CASES = {
     "generate-lagged": (4, 1, 3),
     "score-lagged": (3, 1, 2),
 }
+
+
+def settings_of(**changes: object) -> Settings:
+    return Settings.model_validate(merged(SETTINGS, changes)).resolved("student")
+
+
+def two_teachers() -> LocalTeachers:
+    return LocalTeachers([tiny_model(seed=1), tiny_model(seed=2)], PACKING, VOCABULARY)
 
 
 def losing(engine: object, call: str, at: int) -> None:
@@ -54,13 +63,9 @@ def losing(engine: object, call: str, at: int) -> None:
 
 def train(folder: Path, device: torch.device, lag: int, case: str = "") -> dict[str, torch.Tensor]:
     """Train with the failing call of the case, and return the final weights."""
-    changes = {"loop": {"steps": 4, "async_level": lag}, "loss": {"importance_cap": 2.0}}
-    settings = Settings.model_validate(merged(SETTINGS, changes)).resolved("student")
-    options = TrainSettings(learning_rate=1e-2, compute_dtype="float32", **dict(PACKING))
-    student = Student(tiny_model(), options, device)
-    rollouts = FixedRollouts()
+    settings = settings_of(loop={"steps": 4, "async_level": lag}, loss={"importance_cap": 2.0})
+    student, rollouts, teachers = Student(tiny_model(), OPTIONS, device), FixedRollouts(), two_teachers()
     rollouts.bad_answers = 2 + distributed.rank()
-    teachers = LocalTeachers([tiny_model(seed=1), tiny_model(seed=2)], PACKING, student.vocabulary)
     if case:
         call = case.removesuffix("-lagged")
         losing(teachers if call == "score" else rollouts, call, CASES[case][0])
@@ -93,10 +98,7 @@ def test_a_run_without_servers_leaves_what_is_done(tmp_path, case):
 
 def test_a_diverged_run_names_the_step_and_keeps_the_checkpoint_before(tmp_path):
     """The second step's updates are far too large: its weights are finite, and give no finite loss."""
-    changes = {"loop": {"steps": 9}, "checkpoint": {"every": 1}}
-    settings = Settings.model_validate(merged(SETTINGS, changes)).resolved("student")
-    options = TrainSettings(learning_rate=1e-2, compute_dtype="float32", **dict(PACKING))
-    teachers = LocalTeachers([tiny_model(seed=1), tiny_model(seed=2)], PACKING, VOCABULARY)
+    settings, teachers = settings_of(loop={"steps": 9}, checkpoint={"every": 1}), two_teachers()
 
     def too_large(student: Student, update: int) -> float:
         return 1.0 if update < 2 else 1e30
@@ -108,7 +110,7 @@ def test_a_diverged_run_names_the_step_and_keeps_the_checkpoint_before(tmp_path)
 
     def ended(rate) -> str:
         with distributed.process_group() as device, pytest.raises(NonFinite) as error:
-            student = Student(tiny_model(), options, device, schedule=lambda update: rate(student, update))
+            student = Student(tiny_model(), OPTIONS, device, schedule=lambda update: rate(student, update))
             run_loop(tmp_path, settings, student, teachers=teachers)
         return str(error.value)
 
@@ -128,11 +130,9 @@ def test_a_sampled_token_without_a_finite_probability_ends_the_run(tmp_path):
             rollouts[-1].logps[-1] = torch.nan
             return rollouts
 
-    settings = Settings.model_validate(SETTINGS).resolved("student")
-    teachers = LocalTeachers([tiny_model(seed=1), tiny_model(seed=2)], PACKING, VOCABULARY)
     with distributed.process_group() as device, pytest.raises(NonFinite, match=r"after step 0: the log-prob"):
         student = Student(tiny_model(), TrainSettings(**dict(PACKING)), device)
-        run_loop(tmp_path, settings, student, rollouts=Diverged(), teachers=teachers)
+        run_loop(tmp_path, settings_of(), student, rollouts=Diverged(), teachers=two_teachers())
 
 
 CALLS: list[str] = []
@@ -164,26 +164,21 @@ def test_a_users_function_costs_no_step_and_a_tracker_no_run(tmp_path, caplog, a
     here = "tests.smopd.step.test_ended"
     changes = {"loop": {"steps": 4}, "log": {"trackers": [f"{here}:Broken"]}}
     changes |= {"advantage": {"estimator": f"{here}:estimator"}} if at == 1 else {}
-    settings = Settings.model_validate(merged(SETTINGS, changes)).resolved("student")
-    options = TrainSettings(learning_rate=1e-2, compute_dtype="float32", **dict(PACKING))
-    teachers = LocalTeachers([tiny_model(seed=1), tiny_model(seed=2)], PACKING, VOCABULARY)
+    settings, teachers = settings_of(**changes), two_teachers()
 
     def trained(folder: Path, fails: bool = False) -> dict[str, torch.Tensor]:
         with distributed.process_group() as device:
-            return trained_on(device, folder, fails)
+            student = Student(tiny_model(), OPTIONS, device)
+            plain = student.update
 
-    def trained_on(device: torch.device, folder: Path, fails: bool) -> dict[str, torch.Tensor]:
-        student = Student(tiny_model(), options, device)
-        plain = student.update
+            def update(*arguments):
+                if fails and at == 2 and student.updates == 5:
+                    raise KeyError("gone")
+                return plain(*arguments)
 
-        def update(*arguments):
-            if fails and at == 2 and student.updates == 5:
-                raise KeyError("gone")
-            return plain(*arguments)
-
-        student.update = update
-        run_loop(folder, settings, student, teachers=teachers)
-        return dict(student.weights())
+            student.update = update
+            run_loop(folder, settings, student, teachers=teachers)
+            return dict(student.weights())
 
     CALLS.extend(3 * ["estimator"])
     expected = trained(tmp_path / "whole")
