@@ -1,10 +1,12 @@
-"""README and docs: commands parse, the README's operations run, and its rewards score."""
+"""README and docs: commands parse, the README's operations run, its rewards score, and the site builds."""
 
 from __future__ import annotations
 
 import functools
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ from typing import Any
 import pytest
 import tyro
 
-from smopd import evaluate, export, merge, push
+from smopd import evaluate, export, merge, ops, push
 from smopd.config.cli import parse
+from smopd.config.errors import is_setting, schemas
 from smopd.data.places import catalogue
-from tests.ranks import ROOT
+from tests.ranks import ROOT, environment
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMAND = re.compile(r"(?:smopd |(?:torchrun|python) .*-m smopd\.)(\w+)(.*)")
@@ -80,3 +83,15 @@ def test_the_operations_run_and_the_rewards_score():
     exec(rewards, names)
     assert names["format"](["q"], ["<think>so"], answer=["7"]) == [1.0]
     assert names["accuracy"](["q", "q"], ["it is 7", "it is 8"], answer=["7", "7"]) == [3.0, -3.0]
+
+
+def test_the_sites_sources_have_every_setting_and_operation_and_only_links_that_lead_somewhere():
+    done = subprocess.run(
+        [sys.executable, "docs/site.py"], cwd=ROOT, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    reference = ROOT / "build/docs/reference"
+    settings = (reference / "settings.md").read_text()
+    assert all(f"`{'.'.join(keys)}`" in settings for keys in schemas() if keys and is_setting(keys))
+    operations = (reference / "operations.md").read_text()
+    assert all(f"{name}(\n" in operations for name in ops.__all__ if name[0].islower())

@@ -1,56 +1,15 @@
-"""`pytest bench`, and the study's recipes and stored results."""
+"""The study's recipes and stored results."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from bench.harness import record
 from bench.study.experiments import EXPERIMENTS
 from bench.study.jobs import Job
 from bench.study.pages import draw, filled, stored
 from bench.study.results import Steps
-from tests.patience import HANG_SECONDS
-
-SPOILED = """
-import bench.advantages as bench
-right = bench.gdpo_advantages
-bench.gdpo_advantages = lambda *given, **options: right(*given, **options) + 1e-3
-"""
-
-
-@pytest.mark.slow
-def test_pytest_bench(repository_root: Path, tmp_path: Path) -> None:
-    """A wrong result of ours fails without a time; rows have machine and versions."""
-    pytest.importorskip("pytest_benchmark", reason="needs pytest-benchmark")
-    (tmp_path / "spoiled.py").write_text(SPOILED)
-    rows = tmp_path / "deep" / "rows.jsonl"
-    options = ("--smopd-cases", "quick", "--smopd-seconds", "0.01", "--smopd-output", str(rows))
-    command = [sys.executable, "-m", "pytest", "bench", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    done = subprocess.run(
-        [*command, "-p", "spoiled", "-k", "advantages and not compile", *options],
-        cwd=repository_root,
-        env=outer | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{repository_root}"},
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-    )
-    assert done.returncode == 1, done.stdout[-3000:]
-    found = record.rows_of(rows)
-    assert {"eager", "reference"} == {row["provider"] for row in found}
-    for row in found:
-        assert row["device"] and row["torch"] == torch.__version__ and row["python"] and "commit" in row
-        if row["kind"] == "ours":
-            assert row["refused"].startswith("advantages is off by") and "ms" not in row
-        else:
-            assert 0 < row["p20_ms"] <= row["ms"] <= row["p80_ms"] and row["of_ceiling"] > 0
-    assert done.stdout.count("| advantages N") == len(found)
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)

@@ -72,12 +72,6 @@ def test_sharing_prompts_reads_each_once():
     assert batch.input_ids.numel() == read
 
 
-def test_the_same_rollouts_are_laid_out_once():
-    rollouts = ragged_rollouts(4)
-    assert pack(rollouts, Packing()) is pack(list(rollouts), Packing())
-    assert pack(rollouts, Packing()) is not pack(ragged_rollouts(4), Packing())
-
-
 def test_nothing_to_pack_and_the_empty_batch():
     assert pack([], Packing()) == ()
     hidden = response_hidden(tiny_model(), empty_batch())

@@ -136,7 +136,8 @@ def test_rows_that_are_hard_to_select_from(kind: str, dtype: str, backend: str) 
         pytest.skip("the reference does not define the ids of a row with a NaN")
     odd = list(selection_rows(9000)).index(kind) % 2 == 1
     backends.leave_to_a_gpu(backend, odd == (dtype == "bf16"))  # the interpreter gets one dtype
-    n_vocab = 9_001 if backends.interpreted(backend) else 17_001
+    few = 9_001 if "one chunk" in kind else 4_601  # the former has a chunk every 8192 ids
+    n_vocab = few if backends.interpreted(backend) else 17_001
     row_1V = selection_rows(n_vocab)[kind][None].to(DTYPES[dtype])
     for kappa in (64,) if backends.interpreted(backend) else (1, 16, 32, 64, 128):
         got = topk(backend, row_1V, kappa)

@@ -1,4 +1,4 @@
-"""Errors of smopd.ops for wrong arguments, and the check of ids on a CPU."""
+"""Errors of smopd.ops for wrong arguments and forced backends, and the check of ids on a CPU."""
 
 from __future__ import annotations
 
@@ -84,6 +84,21 @@ def test_an_error_names_argument_value_and_expectation(call, message: str) -> No
 def test_a_wrong_type_is_a_type_error(call, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("forced", "dtype", "error", "message"),
+    [
+        ("triton", torch.float32, RuntimeError, "triton cannot serve this call: the tensor is on cpu"),
+        ("cpp", torch.float64, RuntimeError, r"the dtype is torch\.float64"),
+        ("numpy", torch.float32, ValueError, "SMOPD_BACKEND is 'numpy', expected one of"),
+    ],
+)
+def test_a_forced_backend_serves_or_raises(forced: str, dtype, error, message: str, monkeypatch) -> None:
+    monkeypatch.setenv(dispatch.ENV, forced)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(error, match=message):
+        ops.topk_logprobs(LOGITS.to(dtype), 2)
 
 
 ROWS, WIDTH, BAD = 64, 2000, 60  # BAD: a late row

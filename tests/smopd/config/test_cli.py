@@ -14,7 +14,7 @@ import yaml
 
 from smopd.config.cli import describe, parse, print_section, read_settings
 from smopd.config.errors import schemas
-from smopd.config.recipe import Mistakes, load, parse_value, write_yaml
+from smopd.config.recipe import Mistakes, load, write_yaml
 from smopd.config.renamed import ANSWERS
 from smopd.config.schedule import PlannedRun, plan
 from smopd.config.settings import Settings
@@ -94,6 +94,13 @@ def test_settings_go_over_the_recipe(folder: Path) -> None:
         (["--runs.gdpo.set.opd.coef", "1e-2"], "runs.gdpo.set.opd.coef", 0.01),
         (["--runs.gdpo.reward_weights", "1", "9"], "runs.gdpo.reward_weights", [1.0, 9.0]),
         (["--log.trackers", "wandb"], "log.trackers", ["wandb"]),
+        (["--description", "1:30"], "description", "1:30"),
+        (["--model.kwargs.a", "yes"], "model.kwargs.a", "yes"),
+        (["--model.kwargs.a", "[1, {a: null}]"], "model.kwargs.a", [1, {"a": None}]),
+        (["--model.kwargs.a", "[1"], "model.kwargs.a", "[1"),
+        (["--model.kwargs.a", "<<"], "model.kwargs.a", "<<"),
+        (["--model.kwargs.a", "[!!int x]"], "model.kwargs.a", "[!!int x]"),
+        (["--model.kwargs.a", "9" * 5000], "model.kwargs.a", "9" * 5000),
         (["--runs.format_teacher.reward_weights.1", "9"], "runs.format_teacher.reward_weights", [0.1, 9.0]),
         (["--seed", "1", "--seed", "2"], "seed", 2),
     ],
@@ -278,28 +285,6 @@ def test_written_settings_read_back_equal(folder: Path) -> None:
     (folder / "config.yaml").write_text(write_yaml(settings), encoding="utf-8")
     assert Settings.model_validate(load("config.yaml").values) == settings
     assert Settings.model_validate(yaml.safe_load(write_yaml(settings))) == settings
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1e-6", 1e-6),
-        ("007", 7.0),
-        ("yes", "yes"),
-        ("", None),
-        ("a: b", "a: b"),
-        ("[1, {a: null}]", [1, {"a": None}]),
-        ("[1", "[1"),
-        ("1:30", "1:30"),
-        ("2024-01-01", "2024-01-01"),
-        ("<<", "<<"),
-        ("*x", "*x"),
-        ("[!!int x]", "[!!int x]"),
-        ("9" * 5000, "9" * 5000),
-    ],
-)
-def test_values_are_yaml_1_2(text: str, value: object) -> None:
-    assert parse_value(text) == value and type(parse_value(text)) is type(value)
 
 
 def test_the_plan_follows_the_recipe_and_the_finished_runs(folder: Path) -> None:

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import yaml
-from pydantic import Field, ValidationError
 
 from smopd.config.cli import Selection, read_options, read_settings
 from smopd.config.recipe import Mistakes
 from smopd.config.settings import Settings
-from smopd.engine.settings import ImportPath, Section
 
 VALUES: dict[str, Any] = {
     "name": "tiny",
@@ -60,45 +58,6 @@ def test_a_run_without_teachers_is_balanced_over_the_batch_unless_an_estimator_i
 def test_weights_are_the_profile_or_the_rewards_own() -> None:
     assert settings().weights("one") == [0.9, 0.1]
     assert settings().weights("two") == [1.0, 2.0]
-
-
-def test_the_longest_sequence_is_of_training_or_evaluation() -> None:
-    data = VALUES["data"] | {"max_prompt_tokens": 5}
-    assert settings(data=data, rollout={"max_new_tokens": 3}).longest_sequence == 8
-    data |= {"max_evaluation_tokens": 9}
-    assert settings(data=data, rollout={"max_new_tokens": 3}).longest_sequence == 12
-
-
-class Kinds(Section):
-    number: float | None = None
-    text: str | None = None
-    texts: list[str] = Field(default=[])
-    function: ImportPath | None = None
-
-
-@pytest.mark.parametrize(
-    ("given", "read"),
-    [
-        ({"number": "1e-6"}, {"number": 1e-6}),
-        ({"number": True}, "got true, expected a number"),
-        ({"number": float("nan")}, "finite"),
-        ({"text": 2024}, {"text": "2024"}),
-        ({"text": 1e3}, "got the number 1000, expected text"),
-        ({"texts": "one"}, {"texts": ["one"]}),
-        ({"texts": ["one", "two"]}, {"texts": ["one", "two"]}),
-        ({"texts": None}, "valid list"),
-        *(
-            ({"function": text}, "module:function")
-            for text in ("m", "m.f", "m:", ":f", "a b:f", "a:c.", "1a:f")
-        ),
-    ],
-)
-def test_values_are_read_as_written(given: dict[str, Any], read: dict[str, Any] | str) -> None:
-    if isinstance(read, str):
-        with pytest.raises(ValidationError, match=read):
-            Kinds.model_validate(given)
-    else:
-        assert Kinds.model_validate(given).model_dump(exclude_defaults=True) == read
 
 
 GATE = "--opd.gate.kind token"

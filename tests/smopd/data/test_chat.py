@@ -3,12 +3,10 @@
 import json
 
 import pytest
-import torch
 
 from examples.rlla_scratch import CHATML_TEMPLATE
-from smopd.data.chat import render, response_start, response_texts
+from smopd.data.chat import render, response_start
 from smopd.data.prompts import load_prompts
-from smopd.engine.types import Rollout
 from tests.smopd.rewards.tiny_preference import byte_tokenizer
 
 ASKED = {"role": "user", "content": "2+2?"}
@@ -75,16 +73,3 @@ def test_a_tag_that_the_template_opens_begins_the_response(template, start):
     assert response_start(tokenizer, "2+2?") == start
     if start:
         assert render(tokenizer, "2+2?") == HEADER + start
-
-
-def test_special_tokens_are_part_of_a_response_except_the_last(prompts):
-    tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens({"extra_special_tokens": ["<think>", "</think>"]})
-    ids = torch.tensor(tokenizer("<think>a</think>b<|im_end|>")["input_ids"])
-    rollouts = [
-        Rollout((1,), ids, torch.zeros(len(ids)), 0, finished=True),
-        Rollout((1,), ids[:3], torch.zeros(3), 0, finished=False),
-        Rollout((1,), ids[:0], torch.zeros(0), 0, finished=False),
-    ]
-    assert response_texts(tokenizer, rollouts) == ["<think>a</think>b", "<think>a</think>", ""]
-    assert response_texts(tokenizer, rollouts, special_tokens=False) == ["ab", "a", ""]

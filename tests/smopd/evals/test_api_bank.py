@@ -116,21 +116,6 @@ def run(data, tmp_path, responses, *arguments):
     return json.loads((output / "api_bank.json").read_text()), rows
 
 
-def test_a_part_has_items_of_every_level(data, tmp_path, capsys):
-    answers = [block(CALL), block(CALL), "no call", block(OTHER)]
-    result, rows = run(data, tmp_path, answers, "--limit", "3")
-    assert [row["key"] for row in rows] == ["L1-1", "L2-0", "L3-0"]
-    assert (result["n"], result["subset"]) == (3, {"items": 3, "of": 4})
-    assert [result[level] for level in ("L1", "L2", "L3")] == [1.0, 0.0, 1.0]
-    assert "API-Bank, 3 of 4 items" in capsys.readouterr().out
-    one, rows = run(data / "level-2-api_processed.json", tmp_path, [block(CALL)])
-    assert [row["key"] for row in rows] == ["L2-0"]
-    assert (one["L1"], one["L2"], one["overall"]) == (None, 1.0, 1.0)
-    with pytest.raises(SystemExit):
-        run(data, tmp_path, answers, "--limit", "0")
-    assert "--limit is 0, expected at least 1" in capsys.readouterr().err
-
-
 def test_levels_micro_average_and_classes(data, tmp_path, capsys):
     responses = [block(CALL), block(changed(days="3")), block(OTHER), "Sure."]
     result, rows = run(data, tmp_path, responses, "--compare")

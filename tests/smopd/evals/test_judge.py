@@ -27,7 +27,7 @@ def completion(text, **message) -> str:
 class Endpoint:
     """Replies in turn from a script; the last entry repeats.
 
-    An entry is a body for status 200, (status, body), (status, body, headers), or None for no connection.
+    An entry is a body for status 200, (status, body), or None for no connection.
     """
 
     def __init__(self, *script):
@@ -47,8 +47,8 @@ class Endpoint:
             self.now -= 1
         if entry is None:
             raise httpx.ConnectError("no connection")
-        status, text, headers = (*((200, entry) if isinstance(entry, str) else entry), {})[:3]
-        return httpx.Response(status, text=text, headers={"content-type": "application/json", **headers})
+        status, text = (200, entry) if isinstance(entry, str) else entry
+        return httpx.Response(status, text=text, headers={"content-type": "application/json"})
 
 
 @pytest.fixture
@@ -118,15 +118,11 @@ def test_each_way_an_endpoint_answers(endpoint, tmp_path, script, kind, requests
     assert len(list((tmp_path / "cache").glob("*.json"))) == (kind != "failed")
 
 
-def test_a_dead_endpoint_is_given_up_and_retry_after_is_honoured(endpoint, tmp_path):
+def test_a_dead_endpoint_is_given_up(endpoint, tmp_path):
     endpoint(None)
     judge, found = ask(tmp_path, questions=40, retries=0)
     assert {each.kind for each in found} == {"failed"} and found[0].text.startswith("APIConnectionError")
     assert judge.asked == judging.GIVE_UP_AFTER and found[-1].text == "skipped after 32 consecutive failures"
-    endpoint((429, "", {"Retry-After": "0.6"}), completion(YES))
-    start = time.monotonic()
-    _, (found,) = ask(tmp_path)
-    assert found.kind == "yes" and time.monotonic() - start >= 0.6
 
 
 def test_what_is_sent(endpoint, tmp_path, monkeypatch):
@@ -206,20 +202,3 @@ def test_the_command_judges_failures_only(endpoint, tmp_path, capsys, monkeypatc
     assert "1 failures have no verdict and count as not rescued" in shown and "Judge Avg (%)" in shown
     result, _ = evaluate_with(tmp_path, *options)
     assert (result["judge_failed"], result["judge"]["asked"], result["judge"]["cached"]) == (0, 1, 2)
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--judge.url", "localhost:8000"], "--judge.url is 'localhost:8000', expected http://"),
-        (["--judge.model", "m"], "--judge.url is missing"),
-        (["--judge.url", "http://h/v1", "--judge.key-variable", "NO_SUCH"], "--judge.key-variable NO_SUCH: "),
-        (["--judge.url", "http://h/v1", "--judge.extra", "[]"], "--judge.extra is '[]', expected a JSON"),
-    ],
-)
-def test_a_mistake_is_one_line(tmp_path, capsys, arguments, message):
-    with pytest.raises(SystemExit) as ended:
-        evaluate_with(tmp_path, *arguments)
-    error = capsys.readouterr().err
-    assert ended.value.code == 2 and message in error and error.count("\n") == 1
-    assert not (tmp_path / "o").exists()

@@ -24,18 +24,6 @@ METRICS = {
 }
 
 
-@pytest.mark.parametrize(("steps", "start"), [(1, 0), (25, 7), (1000, 0), (7, 7)])
-def test_plain_lines_are_few_and_hold_the_first_and_last(steps, start, capsys, monkeypatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")  # does not turn a file into a terminal
-    with Progress("gdpo", steps, start) as shown:
-        for step in range(start + 1, steps + 1):
-            shown.update(step, METRICS)
-    lines = capsys.readouterr().out.splitlines()
-    assert min(steps - start, 1) <= len(lines) <= 12 and "\x1b[" not in "".join(lines)
-    if lines:
-        assert f"{start + 1}/{steps}" in lines[0] and f"{steps}/{steps}" in lines[-1]
-
-
 def test_an_evaluation_of_the_same_step_is_a_line_of_its_own_and_stays(capsys) -> None:
     with Progress("x", 3) as shown:
         shown.update(1, METRICS)

@@ -118,17 +118,6 @@ def test_a_run_is_drawn_after_the_runs_that_it_needs(tmp_path: Path) -> None:
     assert len({x for points in polylines(plane).values() for x, _ in points}) == 1 and "g: 9 at 0" in plane
 
 
-def test_the_best_of_each_column_is_marked_as_shown(tmp_path: Path) -> None:
-    rows = [
-        Row("a", "a", {"steps": 9, "x": 0.7504}),
-        Row("b", "b", {"steps": 2, "x": 0.7496}),
-        Row("c", "c", {"x": math.nan}),
-    ]
-    page = Page(tmp_path / "r.html", Report("t", rows=rows, columns=["steps", "x"]))
-    assert re.findall(r"class=best>([^<]*)<", page.source) == ["0.750", "0.750"]
-    assert "9" in page.seen
-
-
 def test_a_token_has_the_color_of_the_teacher_that_favors_it(tmp_path: Path) -> None:
     unknown = {"log_ratios": [None, None], "student": [["c", None]]}  # NaN in the file
     tokens = [TOKEN, {**TOKEN, "text": "\n", "log_ratios": [0.0, 0.01]}, {**TOKEN, **unknown}]

@@ -80,14 +80,6 @@ async def get_async(limit=3):
     return spread
 
 
-def get_class():
-    return Suffix
-
-
-def get_builtin():
-    return max
-
-
 def get_number(value=1):
     return value
 
@@ -154,8 +146,6 @@ def test_verl_scores_one_response_at_a_time():
             {},
             r"get_async\(limit=3\) .* and is no reward: it is a factory, which must be no `async",
         ),
-        (get_class, {}, "no factory of what does: it returned the class Suffix"),
-        (get_builtin, {}, "the function that it returned has no signature"),
         (max, {}, "builtins:max has no signature, expected a function written in Python"),
         (get_number, {}, "get_number.*, and is no factory of what does: it returned int"),
         (get_number, {"value": get_number}, r"nor does the function that it returned: \(value=1\)"),

@@ -89,6 +89,8 @@ def test_tags_that_are_special_tokens_or_prefilled_are_scored(capsys):
     with RewardPool(rewards) as pool:
         scored = Rewarder(pool, tokenizer, Scoring()).score([prompt], [rollout])
         assert scored.texts == [truth] and scored.rewards_RK.tolist() == [[3.0, 1.0]]
+        bare = Rewarder(pool, tokenizer, Scoring(special_tokens=False)).score([prompt], [rollout])
+        assert not {"<tool_call>", "</think>"} & {*bare.texts[0].split()}
         verls = replace(prompt, columns={"reward_model": {"ground_truth": truth}})
         try_rewards(pool, Scoring(), tokenizer, verls)
     out = capsys.readouterr().out
