@@ -1,4 +1,4 @@
-"""Environments of verifiers 0.1: `rollout.environment: verifiers`, and their rows and rewards.
+"""Environments of verifiers 0.1, for `rollout.environment: verifiers`, and their rows.
 
 An environment's own rollout runs as it is: the policy is its client, which hands the prompt over and waits.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import verifiers as vf
@@ -53,17 +53,8 @@ class Policy(Client):
         self.read = len(prompt) + 1  # with the response to come
         return list(prompt[known:])
 
-    async def _unused(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError
 
-    to_native_tool = to_native_prompt = get_native_response = _unused
-    raise_from_native_response = from_native_response = _unused
-
-    def setup_client(self, config: Any) -> None:
-        return None
-
-    async def close(self) -> None:
-        return None
+Policy.__abstractmethods__ = frozenset()  # environments call get_response alone
 
 
 class Verifiers:
@@ -95,31 +86,6 @@ def rows(name: str, evaluation: bool = False, **arguments: Any) -> Any:
     """Return an environment's rows, for `data.train.source` or `data.evaluation.source`."""
     environment = vf.load_environment(name, **arguments)
     return environment.get_eval_dataset() if evaluation else environment.get_dataset()
-
-
-def reward(
-    name: str, function: str | None = None, arguments: Mapping[str, Any] | None = None
-) -> Callable[..., Any]:
-    """Make a reward of the rubric's function of that name, or of its weighted sum.
-
-    It gets prompt, completion, answer, info and task. What an environment keeps in its state is not there.
-    """
-    environment = vf.load_environment(name, **(arguments or {}))
-
-    async def score(
-        completions: Sequence[Any], prompts: Sequence[Any], **columns: Sequence[Any]
-    ) -> list[Any]:
-        async def one(i: int) -> Any:
-            row = {column: values[i] for column, values in columns.items() if values[i] is not None}
-            example = {"example_id": i, **row, "prompt": prompts[i]}
-            state = await environment.init_state(example, Policy(), MODEL, {})
-            state["completion"] = completions[i]
-            await environment.rubric.score_rollout(state)
-            return state["reward"] if function is None else state["metrics"][function]
-
-        return [await one(i) for i in range(len(completions))]
-
-    return score
 
 
 def _call(number: str, text: str) -> ToolCall:

@@ -1,8 +1,9 @@
-"""Forms of reward functions: ours, TRL's and verl's. Every argument is passed by name.
+"""Forms of reward functions: ours, TRL's, verl's and verifiers'. Every argument is passed by name.
 
     f(prompts, completions, **columns)                                     ours and TRL's
     f(completions, answer), f(completion_ids, **kwargs), ...               TRL's
     compute_score(data_source, solution_str, ground_truth, extra_info)     verl's: one response per call
+    f(completion, answer)                                                  verifiers': one, as messages
 
 A function that takes no response is a factory, such as TRL's get_soft_overlong_punishment: it is called once
 with `RewardSpec.kwargs` and returns one of these. A class is always one.
@@ -24,7 +25,8 @@ from smopd.engine.imports import import_function
 from smopd.names import IDS_COLUMN, STEP_COLUMN
 
 CompletionForm: TypeAlias = Literal["text", "messages"]
-RESPONSES = ("completions", IDS_COLUMN, "solution_str")
+SINGLE = ("solution_str", "completion")
+RESPONSES = ("completions", IDS_COLUMN, *SINGLE)
 FACTORY = (
     f"it is a factory, which must be no `async def` and take no **kwargs and none of {', '.join(RESPONSES)}; "
     "or call it in a module, `reward = ...`, and name this `reward`"
@@ -46,7 +48,8 @@ class RewardFunction:
     kwargs: Mapping[str, Any]
     accepts: frozenset[str] | None
     needs: Sequence[str]
-    verl: bool
+    single: bool
+    """Called for each response."""
     messages: bool
 
     @classmethod
@@ -81,8 +84,9 @@ class RewardFunction:
         named = [each for each in signature.parameters.values() if each.kind not in variable]
         names = [each.name for each in named]
         needed = {each.name for each in named if each.default is each.empty}
-        verl = "solution_str" in names
-        own = {"prompts", "completions", IDS_COLUMN} | ({"solution_str", "extra_info"} if verl else set())
+        single = "completions" not in names and not set(SINGLE).isdisjoint(names)
+        own = {"prompts", "completions", IDS_COLUMN}
+        own |= {*SINGLE, "prompt", "extra_info"} if single else set()
         try:
             signature.bind_partial(**dict.fromkeys((own & set(names)) | kwargs.keys()))
         except TypeError as error:
@@ -90,9 +94,9 @@ class RewardFunction:
         return cls(
             function,
             kwargs,
-            None if takes_all and not verl else frozenset(names),
+            None if takes_all and not single else frozenset(names),
             [name for name in names if name in needed and name not in own | kwargs.keys()],
-            verl,
+            single,
             completions == "messages" or (completions is None and names[:1] == ["completions"]),
         )
 
@@ -117,16 +121,19 @@ class RewardFunction:
         rows = columns.get("reward_model", ())  # verl's
         if rows and all(isinstance(row, Mapping) and "ground_truth" in row for row in rows):
             columns = {"ground_truth": [row["ground_truth"] for row in rows], **columns}
-        if self.verl:
+        talks = conversations or [None] * len(completions)
+        said = [{"role": "assistant", "content": text} for text in completions]
+        spoken = [talk or [message] for talk, message in zip(talks, said, strict=True)]
+        if self.single:
             own = {"prompts": prompts, "completions": completions, "solution_str": completions}
+            own |= {"prompt": prompts, "completion": spoken}
             return self._each({"extra_info": [{}] * len(completions), **columns, **own})
         shown: Sequence[Any] = completions
         if self.messages:
-            spoken = conversations or [None] * len(completions)
-            shown = [
-                messages or (text if isinstance(prompt, str) else [{"role": "assistant", "content": text}])
-                for prompt, text, messages in zip(prompts, completions, spoken, strict=True)
+            as_text = [
+                isinstance(prompt, str) and not talk for prompt, talk in zip(prompts, talks, strict=True)
             ]
+            shown = [completions[i] if as_text[i] else spoken[i] for i in range(len(spoken))]
         given = {**columns, "prompts": prompts, "completions": shown}
         accepted = given if self.accepts is None else {n: v for n, v in given.items() if n in self.accepts}
         try:

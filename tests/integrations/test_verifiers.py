@@ -12,7 +12,6 @@ import pytest
 pytest.importorskip("verifiers", reason="verifiers<0.2 excludes the datasets that TRL needs")
 
 from smopd.data.prompts import load_prompts
-from smopd.integrations.verifiers import reward
 from smopd.rewards.environments import EnvironmentHost
 from smopd.worlds.models import world_tokenizer
 from smopd.worlds.toy_world import vocabulary
@@ -94,26 +93,16 @@ def test_tools_are_called_and_a_bad_call_is_answered() -> None:
     assert end == {"messages": None}
 
 
-def test_rows_and_rewards_are_the_environments() -> None:
+def test_rows_are_the_environments() -> None:
     source = "smopd.integrations.verifiers:rows"
     prompts = load_prompts(source, world_tokenizer(vocabulary()), kwargs={"name": "guess", "n": 4})
     assert [prompt.columns["answer"] for prompt in prompts] == ["anna", "bruno"] * 2
-    texts = [[said("anna")], [said("clara")]]
-    for function in ("right", None):
-        score = reward("guess", function, {"n": 2})
-        found = asyncio.run(score(texts, [ROW["prompt"]] * 2, answer=["anna", "anna"]))
-        assert found == [1.0, 0.0]
 
 
 def test_a_run_trains_in_an_environment(place: Path) -> None:
     named = {"name": "guess"}
     rewards = [
-        {
-            "name": "right",
-            "function": "smopd.integrations.verifiers:reward",
-            "kwargs": named,
-            "range": [0, 1],
-        },
+        {"name": "right", "function": "guess:right", "range": [0, 1]},
         {"name": "short", "function": "short:short", "range": [0, 1]},
     ]
     (place / "short.py").write_text(

@@ -49,12 +49,8 @@ class JudgeSettings:
     """The model name at the endpoint; the default is the paper's."""
     key_variable: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """The environment variable with the API key."""
-    turns: int | None = None
-    """Number of last dialogue turns to show; all by default."""
     max_tokens: int | None = 1024
     """Maximum answer length in tokens."""
-    extra: str = "{}"
-    """A JSON object with additional request fields."""
     concurrency: int = 8
     """Maximum number of concurrent requests."""
     timeout_seconds: float = 120.0
@@ -74,13 +70,7 @@ class JudgeSettings:
             raise ValueError(f"--judge.url: needs the package openai, install it with `{INSTALL}`")
         if self.key_variable and not os.environ.get(self.key_variable):
             raise ValueError(f"--judge.key-variable {self.key_variable}: no such environment variable")
-        require_at_least(self, "--judge.", turns=1, max_tokens=1, concurrency=1, retries=0, timeout_seconds=1)
-        try:
-            fields = json.loads(self.extra)
-        except ValueError as error:
-            raise ValueError(f"--judge.extra: {error}") from None
-        if not isinstance(fields, dict):
-            raise ValueError(f"--judge.extra is {self.extra!r}, expected a JSON object")
+        require_at_least(self, "--judge.", max_tokens=1, concurrency=1, retries=0, timeout_seconds=1)
 
 
 class Verdict(NamedTuple):
@@ -103,9 +93,6 @@ class Judge:
     def request(self, dialogue: str, gold: str, predicted: str) -> dict[str, Any]:
         """Build the request about a response. Gold and predicted calls are one JSON object per line."""
         settings = self.settings
-        starts = [match.start() for match in re.finditer("<user>", dialogue)]
-        if settings.turns is not None and settings.turns < len(starts):
-            dialogue = dialogue[starts[-settings.turns] :]
         texts = {"dialogue": dialogue, "gold": gold, "pred": predicted or NO_CALL}
         prompt = _PLACEHOLDER.sub(lambda match: texts[match[1]], PROMPT)
         prompt = prompt.encode(errors="backslashreplace").decode()  # a lone UTF-16 surrogate cannot be sent
@@ -113,7 +100,7 @@ class Judge:
         request = {"model": settings.model, "messages": messages, "temperature": 0.0}
         if settings.max_tokens is not None:
             request["max_tokens"] = settings.max_tokens
-        return request | json.loads(settings.extra)
+        return request
 
     def verdicts(self, requests: Sequence[dict[str, Any]]) -> list[Verdict]:
         """Return one verdict per request, in order. Equal requests are sent once."""

@@ -128,15 +128,13 @@ def test_a_dead_endpoint_is_given_up(endpoint, tmp_path):
 def test_what_is_sent(endpoint, tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "s3cret")
     served = endpoint(completion(YES))
-    settings = JudgeSettings(
-        url=URL + "/", model="m", key_variable="JUDGE_KEY", extra='{"top_k": 1}', turns=1
-    )
+    settings = JudgeSettings(url=URL + "/", model="m", key_variable="JUDGE_KEY")
     judge, dialogue = Judge(settings, tmp_path), "<user> {gold} \ud800 {pred} </user>"
-    judge.verdicts([judge.request(f"<user> before </user>\n{dialogue}", '{"a": "{pred}"}', "")])
+    judge.verdicts([judge.request(dialogue, '{"a": "{pred}"}', "")])
     (request,), (headers,) = served.requests, served.headers
     prompt = request.pop("messages")[0]["content"]
     assert request == {
-        "url": f"{URL}/chat/completions", "model": "m", "temperature": 0.0, "max_tokens": 1024, "top_k": 1,
+        "url": f"{URL}/chat/completions", "model": "m", "temperature": 0.0, "max_tokens": 1024,
     }  # fmt: skip
     assert headers["authorization"] == "Bearer s3cret"
     before, after = judging.PROMPT.split("{dialogue}")
