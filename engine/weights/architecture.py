@@ -22,7 +22,7 @@ from smopd.engine.student.checkpoint import file_digest
 
 NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 
-HEADLESS = ("bloom", "gemma2", "gemma3n")  # to vLLM, if their head is tied
+HEADLESS = ("gemma2", "gemma3n")  # to vLLM, if their head is tied
 DIGEST_LENGTH = 16  # ours: short enough for a message
 
 

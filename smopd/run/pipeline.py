@@ -36,6 +36,7 @@ from smopd.engine.models.loading import (
 from smopd.engine.student.checkpoint import Checkpoints, export, require_whole, saved_steps
 from smopd.engine.student.optimizers import schedule
 from smopd.engine.types import Rollout, TeacherTopK
+from smopd.engine.weights.transport import publish_weights
 from smopd.loop import Run, optimise
 from smopd.merging.guard import Starter
 from smopd.merging.vectors import TaskVectors
@@ -281,6 +282,8 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
             settings, [path], tokenizer, student.vocabulary, device, role="reference"
         )
     if not distributed.on_rank0(lambda: saved_steps(folder / "checkpoints")):
+        with error_context("rollout.engine"):
+            publish_weights(student, rollouts, 0)  # as each step does
         try_engine(rollouts, student, inputs.train[0], settings)
     window_steps = min(WINDOW_STEPS, settings.loop.steps)
     with Recorder(folder, run.name, settings, tokenizer) as recorder:

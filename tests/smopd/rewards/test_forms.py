@@ -130,7 +130,7 @@ def test_verl_scores_one_response_at_a_time():
     assert inspect.isawaitable(result) and asyncio.run(result) == [0.0, 1.0]
     ids = {"completion_ids": [[1, 2], [1]], "ground_truth": ["", ""], "answer": ["", "5"]}
     assert call(compute_with_ids, columns=ids) == [3, 2], "any column, and what TRL passes"
-    assert call(of_one, columns={"answer": ["4", "4"]}) == [1, 2], "as verifiers' functions of a rubric"
+    assert call(of_one, columns={"answer": ["four", "4"]}) == [2, 1], "as verifiers' functions of a rubric"
     assert call(compute_parts, columns=truths) == [0, 1], "the sum, then its parts"
     assert call(spread) == [0, 0]
     assert call(truthful, columns=truths) == ["4", "5"], "whatever the form"
