@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from smopd.config.recipe import Keys, dotted
-from smopd.config.renamed import renamed
 from smopd.config.settings import SHARED, Settings
 from smopd.names import nearest
 
@@ -34,6 +35,8 @@ _BOUNDS = {
     "pattern": "matching {}",
 }
 _LONGEST_VALUE = 60
+ANSWERS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("renamed.yaml").read_text(encoding="utf-8"))
+"""Setting of an earlier version -> the rest of the message."""
 
 
 def explain(error: ValidationError, origin: dict[Keys, str], prefix: Keys = ()) -> list[str]:
@@ -129,6 +132,18 @@ def _message(detail: ErrorDetails, keys: Keys, in_union: bool) -> str:
         got = got[:_LONGEST_VALUE] + "..."
     near = nearest(value, expected.split("|")) if isinstance(value, str) and "|" in expected else ""
     return f"got {got}, expected {expected}{near}"
+
+
+def renamed(keys: Keys, value: Any) -> str | None:
+    """Return the message for a setting or value of an earlier version, None for any other."""
+    path = ".".join("N" if isinstance(key, int) else str(key) for key in keys)
+    if keys[:1] == ("runs",) and keys[2:] == ("stage",) and value == "control":
+        return "is now train"
+    if path.endswith(("merge.method", "opd.support", "opd.target")) and value == "product":
+        return "product was removed; use merge.method weights, which did as well"
+    if keys[:1] == ("runs",) and keys[2:] == ("init",) and isinstance(value, dict):
+        return "must be a run's name; for a weight merge use stage: merge and set: {merge: {models: ...}}"
+    return ANSWERS.get(path)
 
 
 def _right_name(keys: Keys) -> str:

@@ -13,9 +13,8 @@ import pytest
 import yaml
 
 from smopd.config.cli import describe, parse, print_section, read_settings
-from smopd.config.errors import schemas
+from smopd.config.errors import ANSWERS, schemas
 from smopd.config.recipe import Mistakes, load, write_yaml
-from smopd.config.renamed import ANSWERS
 from smopd.config.schedule import PlannedRun, plan
 from smopd.config.settings import Settings
 
