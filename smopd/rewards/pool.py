@@ -93,15 +93,6 @@ class RewardBatch:
     restarts: Mapping[str, int]
 
 
-@dataclass(frozen=True)
-class WorkerScores:
-    """One reward's scores of R responses; the fields are those of RewardBatch."""
-
-    values: list[float]
-    failures: dict[str, int]
-    error: str | None
-
-
 @dataclass
 class Worker:
     """A user's function in its own process, started when needed and restarted after it died.
@@ -241,8 +232,8 @@ class RewardWorker(Worker):
         except CallFailed as failed:
             raise CallFailed(failed.kind, f"{self.name}: {self.function} {failed}") from None
 
-    def score(self, request: bytes, responses: int) -> WorkerScores:
-        """Score a pickled request, twice if the first call fails.
+    def score(self, request: bytes, responses: int) -> tuple[list[float], dict[str, int], str | None]:
+        """Score a pickled request, twice if the first call fails: values, failures by kind, last error.
 
         Raises RewardError only if the function can never score.
         """
@@ -271,7 +262,7 @@ class RewardWorker(Worker):
                 error = f"{self.function}: {kinds['nonfinite']} values are no finite number"
         self.limit_log()
         scores = [value if value is not None and math.isfinite(value) else math.nan for value in values]
-        return WorkerScores(scores, kinds, error)
+        return scores, kinds, error
 
 
 def _values(content: bytes, read: Callable[[Any], T]) -> list[T]:
@@ -312,9 +303,6 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         self._columns: tuple[str, ...] = ()
         self._threads = ThreadPoolExecutor(len(rewards), thread_name_prefix="reward")
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def probe(self) -> None:
         """Start all workers and load their functions; RewardError names each that cannot be loaded."""
         self._each(RewardWorker.start)
@@ -352,18 +340,18 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
             request = pickle.dumps((list(prompts), list(completions), columns, conversations), 5)
         except Exception as error:  # of a value that a map has made
             raise RewardError(f"the columns of the data cannot be sent to rewards ({error})") from error
-        scores = list(self._threads.map(lambda worker: worker.score(request, responses), self._workers))
-        by_name = dict(zip(self.names, scores, strict=True))
+        scored = self._threads.map(lambda worker: worker.score(request, responses), self._workers)
+        values, failures, errors = zip(*scored, strict=True)
         return RewardBatch(
             names=self.names,
-            values_RK=np.array([score.values for score in scores], dtype=np.float64).T.copy(),
-            failures={name: score.failures for name, score in by_name.items()},
-            last_errors={name: score.error for name, score in by_name.items() if score.error is not None},
+            values_RK=np.array(values, dtype=np.float64).T.copy(),
+            failures=dict(zip(self.names, failures, strict=True)),
+            last_errors={name: error for name, error in zip(self.names, errors, strict=True) if error},
             restarts=dict(zip(self.names, (max(0, w.starts - 1) for w in self._workers), strict=True)),
         )
 
-    def close(self) -> None:
-        """Kill the workers with their children; a closed pool cannot score."""
+    def __exit__(self, *exception: object) -> None:
+        """Kill the workers with their children; the pool cannot score any more."""
         for worker in self._workers:
             worker.close()
         self._threads.shutdown(cancel_futures=True)
