@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -188,7 +188,8 @@ def load_prompts(
         rows = _mapped(rows, source, map)
     kept, digest, columns = array("q"), hashlib.sha256(), dict[str, None]()
     mapped_out = dropped = truncated = 0
-    for chunk in _chunks(rows):
+    numbered = enumerate(rows)
+    while chunk := list(islice(numbered, CHUNK_ROWS)):
         found = [(index, row) for index, row in chunk if row is not None]
         mapped_out += len(chunk) - len(found)
         for index, row in found:
@@ -299,12 +300,6 @@ def tokenize_prompts(
     """Return the token ids of each prompt; raise ValueError if a chat template is missing or fails."""
     encoder = Encoder(tokenizer, source, "prompt", None, {})
     return encoder.tokens([encoder.text(i, {"prompt": content}) for i, content in enumerate(contents)])
-
-
-def _chunks(rows: Sequence[Row | None]) -> Iterator[list[tuple[int, Row | None]]]:
-    numbered = enumerate(rows)
-    while chunk := list(islice(numbered, CHUNK_ROWS)):
-        yield chunk
 
 
 def _mapped(rows: Sequence[Row | None], source: str, path: str) -> list[Row | None]:
