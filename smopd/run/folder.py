@@ -328,6 +328,4 @@ def _checkout() -> str | None:
 
 def mark_done(folder: Path, facts: dict[str, Any]) -> None:
     """Write done.json, the last file of a run; a collective call."""
-    if distributed.rank() == 0:
-        write_atomically(folder / "done.json", json.dumps(facts).encode())
-    distributed.barrier()
+    distributed.on_rank0(lambda: write_atomically(folder / "done.json", json.dumps(facts).encode()))
