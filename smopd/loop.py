@@ -169,10 +169,10 @@ def evaluate(run: Run, step: int) -> None:
     if run.held_out is None or step == 0 or not due(step, settings.evaluation.every, settings):
         return
     if distributed.on_rank0(lambda: run.recorder.evaluated) != step:
-        greedy = evaluate_held_out(
+        greedy, _ = evaluate_held_out(
             settings, run.held_out, run.rollouts, run.rewarder, run.conversations, greedy_only=True
         )
-        run.recorder.record_evaluation(step, greedy.values)
+        run.recorder.record_evaluation(step, greedy)
 
 
 def save(run: Run, progress: Progress) -> None:

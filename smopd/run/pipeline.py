@@ -381,9 +381,9 @@ def evaluate(context: RunContext, name: str, held_out: PromptSet) -> None:
     rewarder = Rewarder(context.pool, tokenizer, settings.scoring)
     conversations = Conversations.of(context.environments, tokenizer, settings)
     engine = build.rollout_engine(settings, path, tokenizer, context.device, context.settings)
-    result = evaluate_held_out(settings, held_out, engine, rewarder, conversations)
+    values, items = evaluate_held_out(settings, held_out, engine, rewarder, conversations)
     if distributed.rank() == 0:
-        responses = "".join(json.dumps(item, allow_nan=False) + "\n" for item in result.items)
+        responses = "".join(json.dumps(item, allow_nan=False) + "\n" for item in items)
         write_atomically(folder / "responses.jsonl", responses.encode())
-        write_atomically(folder / "evaluation.json", json.dumps(result.values, indent=1).encode())
+        write_atomically(folder / "evaluation.json", json.dumps(values, indent=1).encode())
     distributed.barrier()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,16 +19,6 @@ from smopd.step.stop import all_or_raise
 SEED_OFFSET = 1_000_003  # ours: separates the random draws of evaluation from those of training
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """Means over prompts and samples, and every response. Equal on every rank."""
-
-    values: dict[str, float | None]
-    """For each kind, greedy and sampled: `kind/<reward>`, the sum `kind/sum`, `kind/truncated`, and
-    `kind/<reward>/unscorable`, the share of responses without a score. None if no response has a score."""
-    items: list[dict[str, Any]]
-
-
 def evaluate_held_out(
     settings: Settings,
     prompts: Sequence[Prompt],
@@ -38,8 +27,14 @@ def evaluate_held_out(
     conversations: Conversations | None = None,
     *,
     greedy_only: bool = False,
-) -> HeldOut:
-    """Score the engine's policy on all of `prompts`, shared by the ranks; a collective call."""
+) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
+    """Score the engine's policy on all of `prompts`, shared by the ranks; a collective call.
+
+    Returns:
+        Means over prompts and samples, and every response; equal on every rank. For each kind, greedy and
+        sampled: `kind/<reward>`, the sum `kind/sum`, `kind/truncated`, and `kind/<reward>/unscorable`, the
+        share of responses without a score. None if no response has a score.
+    """
     limit, samples = settings.rollout.max_new_tokens, settings.evaluation.samples
     kinds = {"greedy": Sampling(n=1, temperature=0.0, max_new_tokens=limit)}
     if samples and not greedy_only:
@@ -52,7 +47,7 @@ def evaluate_held_out(
         answered = answers(names, prompts, engine, rewarder, sampling, conversations)
         values |= {f"{kind}/{name}": value for name, value in means(names, answered).items()}
         items += [{"prompt": item["prompt"], "kind": kind} | item for item in answered]
-    return HeldOut(values, items)
+    return values, items
 
 
 def answers(
