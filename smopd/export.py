@@ -51,7 +51,7 @@ def export_checkpoint(options: Options) -> int:
     from smopd.engine import distributed
     from smopd.engine.models.loading import load_tokenizer, stored_dtype
     from smopd.engine.student.checkpoint import Checkpoints, export, require_whole, saved_steps
-    from smopd.report.card import write_card
+    from smopd.report.summary import write_card
     from smopd.run import build
     from smopd.run.base import model_path
     from smopd.run.folder import input_changes, saved_settings

@@ -1,4 +1,4 @@
-"""Results of a recipe: a table on the screen, `results.json` and `report.html`."""
+"""Results of a recipe: a table on the screen, `results.json`, `report.html` and the cards of its models."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader
 from rich.console import Console
 
 from smopd.config.recipe import write_yaml
@@ -18,10 +19,11 @@ from smopd.engine.files import read_json, write_atomically
 from smopd.record.files import JsonlLog
 from smopd.record.progress import console, say
 from smopd.report.page import Report, write_report
-from smopd.report.tables import Row, table
+from smopd.report.tables import Row, cell, heading, table
 
 log = logging.getLogger(__name__)
 WIDTH = 132  # of the table, if the output is no terminal
+CARD = "README.md"
 COSTS = ("steps", "total steps", "training time")
 
 
@@ -128,3 +130,25 @@ def table_columns(settings: Settings) -> list[str]:
     names = [*(reward.name for reward in settings.rewards), "sum"]
     kinds = ["greedy", *(["sampled"] if settings.evaluation.samples else [])]
     return [f"{kind}/{name}" for kind in kinds for name in names]
+
+
+def write_card(settings: Settings, folder: Path, name: str, export: Path, step: int | None = None) -> None:
+    """Write the card of the run `name` in `folder` to its exported model. `step`: of a checkpoint."""
+    own = settings.resolved(name)
+    path = settings.model.path
+    pages = Environment(loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True)
+    pages.filters["heading"] = heading
+    text = pages.get_template("card.md").render(
+        base=path if path is not None and not Path(path).exists() else None,
+        title=own.runs[name].label or name,
+        settings=settings,
+        run=next(run for run in plan(settings) if run.name == name),
+        step=step,
+        rewards=own.rewards,
+        rows=evaluated_rows(settings, folder),
+        columns=table_columns(settings),
+        facts=facts(settings, folder, training_seconds(JsonlLog(folder / name / "metrics.jsonl").read())),
+        yaml=write_yaml(own, public=True),
+        cell=cell,
+    )
+    write_atomically(export / CARD, text.encode("utf-8", "replace"))

@@ -44,8 +44,7 @@ from smopd.names import printable
 from smopd.record.progress import say, say_error
 from smopd.record.recorder import Recorder
 from smopd.record.token_view import SHOWN, add_merged
-from smopd.report.card import write_card
-from smopd.report.summary import summarise
+from smopd.report.summary import summarise, write_card
 from smopd.rewards.pool import RewardPool, RewardSpec
 from smopd.run import build
 from smopd.run.base import initial_model, make_base, model_path

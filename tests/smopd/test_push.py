@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from smopd.push import main
-from smopd.report.card import write_card
+from smopd.report.summary import write_card
 from tests.smopd.recipes import ROOT, TINY
 
 
