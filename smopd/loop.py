@@ -27,9 +27,8 @@ from smopd.record.metrics import Metrics, profiled
 from smopd.record.recorder import Recorder, StepResult
 from smopd.step.conversation import Conversations
 from smopd.step.held_out import evaluate_held_out
-from smopd.step.resample import resample
 from smopd.step.rewards import Rewarder
-from smopd.step.sampling import Sampler
+from smopd.step.sampling import Sampler, resample
 from smopd.step.stop import RECOVERABLE, Stop, Stopped
 from smopd.step.teachers import TeacherScoring
 

@@ -1,10 +1,14 @@
-"""Sampling of each step's batch, on demand or one step ahead during the current update."""
+"""Sampling of each step's batch, on demand or one step ahead, and of prompts in place of others."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
+from contextlib import AbstractContextManager
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from smopd.config.settings import Settings
 from smopd.data.prompts import Prompt, batch_indices
@@ -14,6 +18,7 @@ from smopd.engine.protocols import RolloutEngine
 from smopd.engine.types import Rollout, Sampling
 from smopd.step.batch import Batch, positions
 from smopd.step.conversation import Conversations, sample
+from smopd.step.rewards import Rewarder, Rewards
 from smopd.step.stop import StaleRollout, all_or_raise
 
 ATTEMPT_STEPS = 1 << 20
@@ -127,3 +132,50 @@ class Sampler:
         mine = [place for share in places for place in share]
         by_place = dict(zip(mine, prompts, strict=True))
         return Batch.of(by_place, places, rollouts, self.settings.rollout.group_size)
+
+
+def resample(
+    sampler: Sampler,
+    rewarder: Rewarder,
+    step: int,
+    batch: Batch,
+    weights: Sequence[float],
+    phase: Callable[[str], AbstractContextManager[None]],
+) -> tuple[Batch, Rewards, int]:
+    """Score the batch, replace groups without variance up to rollout.resample times; a collective call.
+
+    Groups whose responses all earn the same, in every reward, add nothing to the gradient. DAPO's dynamic
+    sampling looks at the sum of the rewards, which may be equal where each reward differs.
+
+    Args:
+        weights: of the rewards; one of weight 0 is ignored.
+        phase: of Metrics, times parts of the step.
+    Returns:
+        The batch, its rewards, and how many prompts of this rank were replaced. The last attempt stays,
+        whatever it earned.
+    """
+    options, replaced = sampler.settings.rollout, 0
+    with phase("rewards"):
+        rewards = rewarder.score(batch.prompts, batch.rollouts, step)
+    weighted_K = torch.tensor(weights) != 0
+    for attempt in range(1, options.resample + 1):
+        flat = flat_groups(rewards.rewards_RK[:, weighted_K], options.group_size)
+        if not int(distributed.all_reduce(torch.tensor(len(flat)))):
+            break
+        with phase("rollout"):
+            batch = sampler.again(step, attempt, batch, flat)
+        replaced += len(flat)
+        with phase("rewards"):
+            rows = [i * options.group_size + k for i in flat for k in range(options.group_size)]
+            if rows:
+                chosen = [batch.prompts[row] for row in rows], [batch.rollouts[row] for row in rows]
+                rewards = rewards.replaced(rows, rewarder.score(*chosen, step, check=False))
+    return batch, rewards, replaced
+
+
+def flat_groups(rewards_RK: Tensor, group_size: int) -> list[int]:
+    """Return the groups in which no reward differs between two scored responses."""
+    rewards_GnK = rewards_RK.unflatten(0, (-1, group_size)) if len(rewards_RK) else rewards_RK[:, None]
+    low_GK = rewards_GnK.nan_to_num(torch.inf).amin(1)
+    high_GK = rewards_GnK.nan_to_num(-torch.inf).amax(1)
+    return (low_GK >= high_GK).all(1).nonzero()[:, 0].tolist()

@@ -11,8 +11,7 @@ import torch
 from smopd.config.settings import Settings, merged
 from smopd.engine import distributed
 from smopd.rewards.pool import FAILURE_KINDS
-from smopd.step.resample import flat_groups, resample
-from smopd.step.sampling import ATTEMPT_STEPS, Sampler
+from smopd.step.sampling import ATTEMPT_STEPS, Sampler, flat_groups, resample
 from tests.smopd.run.invariance_worker import PROMPTS, SETTINGS, FixedRewarder, FixedRollouts, prompt_set
 
 nan = torch.nan
