@@ -6,7 +6,10 @@ import gc
 import os
 import signal
 import sys
+import time
+from contextlib import suppress
 from dataclasses import replace
+from types import FrameType
 
 from smopd import extra  # noqa: F401 reports missing packages
 
@@ -14,14 +17,18 @@ from smopd import extra  # noqa: F401 reports missing packages
 from smopd.config.cli import describe, parse
 from smopd.config.settings import Model
 from smopd.data.places import located
-from smopd.run import launch
+from smopd.engine import process
+
+PARENT = "SMOPD_LAUNCHED_BY"
+"""Environment variable of the ranks that `launch` starts, with its process id."""
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     if argv is None:  # no traceback until Stop handles it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    launch.die_with_parent()
+    if PARENT in os.environ:  # so that no rank keeps writing
+        process.die_with_parent(int(os.environ[PARENT]))
     command = parse(arguments)
     if command.dry_run:
         print(describe(command), flush=True)
@@ -34,12 +41,15 @@ def main(argv: list[str] | None = None) -> int:
 
         return try_recipe(command)
     if command.settings.processes > 1 and "RANK" not in os.environ:  # then this process is no rank
-        return launch.launch("smopd.train", arguments, command.settings.processes)
+        return launch(arguments, command.settings.processes)
     from smopd.run.pipeline import run_recipe
 
     if argv is None:
         gc.freeze()  # collections take a third of a second less without the modules
-    return run_recipe(replace(command, settings=launch.with_processes(command.settings)))
+    if PARENT in os.environ and "WORLD_SIZE" in os.environ:  # `launch` may have started fewer
+        started = {"processes": int(os.environ["WORLD_SIZE"])}
+        command = replace(command, settings=command.settings.model_copy(update=started))
+    return run_recipe(command)
 
 
 def on_this_machine(model: Model) -> bool:
@@ -51,6 +61,52 @@ def on_this_machine(model: Model) -> bool:
         return folder or isinstance(try_to_load_from_cache(str(model.path), "config.json"), str)
     except (OSError, ValueError):  # an absent short name, no hub id
         return False
+
+
+def launch(arguments: list[str], processes: int) -> int:
+    """Run the command in `processes` local ranks, at most one per GPU; return the exit status."""
+    import torch
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    if 0 < (gpus := torch.cuda.device_count()) < processes:
+        print(f"processes: {gpus} for {gpus} GPU{'s' * (gpus > 1)}, not {processes}", flush=True)
+        processes = gpus
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    os.environ[PARENT] = str(os.getpid())
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id="smopd",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        signals_to_handle="SIGQUIT",  # of others it would kill the ranks half a minute after one
+    )
+    come: list[tuple[int, float]] = []
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        again, now = bool(come), time.monotonic()
+        if again and now - come[0][1] < process.SAME_SECONDS:
+            return
+        come.append((number, now))
+        ranks = process.children(os.getpid())
+        if not ranks:
+            sys.exit(128 + number)
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL if again else signal.SIGTERM)
+
+    for number in process.stop_signals():
+        signal.signal(number, hand_on)
+    try:
+        elastic_launch(config, sys.executable)("-m", "smopd.train", *arguments)
+    except ChildFailedError as error:
+        code = error.get_first_failure()[1].exitcode
+        return 128 + come[0][0] if come else code if code > 0 else 128 - code
+    return 0
 
 
 if __name__ == "__main__":
