@@ -153,8 +153,7 @@ def try_recipe(command: Command) -> int:
                 pool.require_columns(inputs.columns)
                 log_inputs(inputs)
                 build.require_models(settings, plan(settings, command.stage, command.only), tokenizer)
-                talks = settings.rollout.environment is not None
-                try_rewards(pool, settings.scoring, tokenizer, inputs.train[0], conversation=talks)
+                try_rewards(pool, settings, tokenizer, inputs.train[0])
                 try_model(settings, start, tokenizer, inputs.train[0], device)
         except (Failure, OSError, SystemExit) as error:
             say_error(f"error: {CODE_EXITS * isinstance(error, SystemExit)}{error}")
@@ -229,8 +228,7 @@ def do_runs(context: RunContext, command: Command) -> None:
         log_inputs(inputs)
     due = [run for run in planned if not context.finished(run.name)]
     if due:
-        talks = settings.rollout.environment is not None
-        try_rewards(context.pool, settings.scoring, tokenizer, inputs.train[0], conversation=talks)
+        try_rewards(context.pool, settings, tokenizer, inputs.train[0])
         build.require_models(settings, due, tokenizer)
     for run in due:
         if run.name == BASE:

@@ -14,7 +14,7 @@ from packaging.version import Version
 from transformers import PreTrainedTokenizerBase
 
 from smopd.advantages import ESTIMATORS
-from smopd.config.settings import Scoring, Settings
+from smopd.config.settings import Settings
 from smopd.data.prompts import Prompt
 from smopd.engine import distributed
 from smopd.engine.imports import resolve
@@ -78,16 +78,11 @@ def require_functions(settings: Settings) -> None:
 
 
 def try_rewards(
-    pool: RewardPool,
-    scoring: Scoring,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: Prompt,
-    *,
-    conversation: bool = False,
+    pool: RewardPool, settings: Settings, tokenizer: PreTrainedTokenizerBase, prompt: Prompt
 ) -> None:
     """Score the prompt's ground truth and an empty answer, and print what they earn; a collective call.
 
-    conversation: score them as conversations of one response.
+    With an environment they are conversations of one response.
     """
     row = prompt.columns.get("reward_model")  # verl's
     columns = {**(row if isinstance(row, Mapping) else {}), **prompt.columns}
@@ -99,10 +94,11 @@ def try_rewards(
     for text in answers.values() if distributed.rank() == 0 else ():
         rest = text.removeprefix(prompt.response_start)
         ids = torch.tensor(tokenizer.encode(rest, add_special_tokens=False), dtype=torch.int64)
-        messages = ({"role": "assistant", "content": text},) if conversation else ()
+        talks = settings.rollout.environment is not None
+        messages = ({"role": "assistant", "content": text},) if talks else ()
         logps = torch.zeros(len(ids))
         rollouts.append(Rollout(prompt.token_ids, ids, logps, 0, finished=False, messages=messages))
-    scoring = scoring.model_copy(update={"max_unscorable_share": 1.0})
+    scoring = settings.scoring.model_copy(update={"max_unscorable_share": 1.0})
     scored = Rewarder(pool, tokenizer, scoring).score([prompt] * len(rollouts), rollouts)
     if distributed.rank() != 0:
         return

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from smopd.config.cli import read_settings
 from smopd.config.settings import Scoring
 from smopd.data.prompts import Prompt
 from smopd.engine.types import Rollout
@@ -92,7 +93,7 @@ def test_tags_that_are_special_tokens_or_prefilled_are_scored(capsys):
         bare = Rewarder(pool, tokenizer, Scoring(special_tokens=False)).score([prompt], [rollout])
         assert not {"<tool_call>", "</think>"} & {*bare.texts[0].split()}
         verls = replace(prompt, columns={"reward_model": {"ground_truth": truth}})
-        try_rewards(pool, Scoring(), tokenizer, verls)
+        try_rewards(pool, read_settings("quickstart"), tokenizer, verls)
     out = capsys.readouterr().out
     assert "accuracy on the first prompt: 3 for its ground_truth, -3 for an empty answer" in out
     assert "format on the first prompt: 1 for its ground_truth, 0 for an empty answer" in out
