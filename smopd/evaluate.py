@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,7 @@ from smopd.evals.responses import Response, given_responses, sampler, spread
 from smopd.evals.rlla import RllaEvaluation
 from smopd.evals.safety import SafetyEvaluation
 from smopd.evals.suite import Column, Evaluation, Scores, Suite
-from smopd.record.progress import say_error
-from smopd.run.failures import MISTAKES
+from smopd.run.failures import one_line
 
 SUITES: dict[str, type[Evaluation]] = {
     "api_bank": ApiBankEvaluation,
@@ -48,7 +46,7 @@ Interval = tuple[float, float]
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Invalid arguments or files give one line on stderr and exit status 2."""
     words = sys.argv[1:] if argv is None else argv
-    with user_errors():
+    with one_line("smopd.evaluate"):
         own = {word: outside(word) for word in words[:1] if IMPORT_PATH.fullmatch(word)}
     command: Any = tyro.extras.subcommand_cli_from_dict(
         {**SUITES, **own},
@@ -56,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         description="Score a model, or saved responses; a suite of your own is package.module:Suite.",
         args=words,
     )
-    with user_errors():
+    with one_line("smopd.evaluate"):
         command.check()
         whole = command.suite()
         if not whole.items:
@@ -224,16 +222,6 @@ def _cell(column: Column, value: float | None, interval: Interval | None = None)
         low, high = (f"{end * column.scale:.{column.digits}f}" for end in interval)
         text += f"\n[{low}, {high}]"
     return Text(text)
-
-
-@contextmanager
-def user_errors() -> Iterator[None]:
-    """Turn MISTAKES into one line on stderr and exit status 2."""
-    try:
-        yield
-    except MISTAKES as error:
-        say_error(f"smopd.evaluate: {error}")
-        sys.exit(2)
 
 
 if __name__ == "__main__":

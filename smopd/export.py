@@ -7,7 +7,6 @@ RUN is the folder of a run, such as runs/quickstart/smopd. The model is that of 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -16,80 +15,69 @@ from smopd import extra  # noqa: F401 reports missing packages
 # isort: split
 import tyro
 
-from smopd.engine.files import read_json
 from smopd.names import nearest
 from smopd.record.files import JsonlLog
-from smopd.record.progress import say_error
-from smopd.run.failures import MISTAKES
-
-
-@dataclass(frozen=True)
-class Options:
-    run: Annotated[Path, tyro.conf.Positional]
-    """Folder of the run."""
-    output: Path
-    """A new folder."""
-    step: int | None = None
-    """Checkpoint to export. Default: the newest."""
-    best: str | None = None
-    """Export the kept checkpoint with the highest value of this metric of metrics.jsonl."""
+from smopd.run.failures import one_line
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = tyro.cli(Options, args=argv, prog="smopd export", description=__doc__)
-    try:
-        step = export_checkpoint(options)
-    except MISTAKES as error:
-        say_error(f"smopd export: {error}")
-        return 2
-    print(f"wrote step {step} to {options.output}")
+    with one_line("smopd export"):
+        tyro.cli(export_checkpoint, args=argv, prog="smopd export", description=__doc__)
     return 0
 
 
-def export_checkpoint(options: Options) -> int:
-    """Write the model folder, and return the step of the checkpoint."""
+def export_checkpoint(
+    run: Annotated[Path, tyro.conf.Positional], output: Path, step: int | None = None, best: str | None = None
+) -> None:
+    """Write the model folder.
+
+    Args:
+        run: Folder of the run.
+        output: A new folder.
+        step: Checkpoint to export. Default: the newest.
+        best: Export the kept checkpoint with the highest value of this metric of metrics.jsonl.
+    """
     from smopd.engine import distributed
     from smopd.engine.models.loading import load_tokenizer, stored_dtype
     from smopd.engine.student.checkpoint import Checkpoints, export, require_whole, saved_steps
     from smopd.report.summary import write_card
     from smopd.run import build
     from smopd.run.base import model_path
-    from smopd.run.folder import input_changes, saved_settings
+    from smopd.run.folder import input_changes, known_inputs, saved_settings
     from smopd.run.identity import named_model
 
-    folder, name = options.run.resolve().parent, options.run.resolve().name
-    if options.output.exists():
-        raise ValueError(f"--output: {options.output} exists, expected a new folder")
+    folder, name = run.resolve().parent, run.resolve().name
+    if output.exists():
+        raise ValueError(f"--output: {output} exists, expected a new folder")
     if not (folder / "config.yaml").exists():
-        raise ValueError(f"{options.run} is no run, expected the folder of one in a run directory")
-    if options.best is not None and options.step is not None:
-        raise ValueError(f"--step: got {options.step} and --best {options.best}, expected one of them")
+        raise ValueError(f"{run} is no run, expected the folder of one in a run directory")
+    if best is not None and step is not None:
+        raise ValueError(f"--step: got {step} and --best {best}, expected one of them")
     settings = saved_settings(folder)
     if name not in settings.runs:
         hint = nearest(name, settings.runs)
-        raise ValueError(f"{options.run} is no run{hint}; there are {[*settings.runs]}")
-    kept = saved_steps(options.run / "checkpoints")
-    step = options.step
-    if options.best is not None:
-        step = best_step(options.run, options.best, kept)
+        raise ValueError(f"{run} is no run{hint}; there are {[*settings.runs]}")
+    kept = saved_steps(run / "checkpoints")
+    if best is not None:
+        step = best_step(run, best, kept)
     elif step is None and kept:
         step = kept[-1]
     if step not in kept:
-        raise ValueError(f"--step: got {step}, expected a kept checkpoint of {options.run}: {kept}")
+        raise ValueError(f"--step: got {step}, expected a kept checkpoint of {run}: {kept}")
     own = settings.resolved(name)
     start = folder / name / "start"
     path = str(start) if start.exists() else model_path(settings, folder, own.runs[name].init)
     require_whole(Path(path))
-    inputs, now = folder / "inputs.json", named_model(str(settings.model.path))
-    before = read_json(inputs) if now and inputs.exists() else {}
+    now = named_model(str(settings.model.path))
+    before = known_inputs(folder) if now else {}
     if changed := input_changes(folder, settings, before, {"model.path": now}):
         raise ValueError(f"{changed[0]}; a checkpoint belongs to the model that its run began with")
     with distributed.process_group() as device:
         student = build.student(own, path, device)
-        Checkpoints(options.run / "checkpoints", own.checkpoint.keep).restore(student, step)
-        export(student, load_tokenizer(path), options.output, stored_dtype(path))
-    write_card(settings, folder, name, options.output, step)
-    return step
+        Checkpoints(run / "checkpoints", own.checkpoint.keep).restore(student, step)
+        export(student, load_tokenizer(path), output, stored_dtype(path))
+    write_card(settings, folder, name, output, step)
+    print(f"wrote step {step} to {output}")
 
 
 def best_step(run: Path, metric: str, kept: list[int]) -> int:

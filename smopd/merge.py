@@ -12,16 +12,12 @@ from smopd import extra  # noqa: F401 reports missing packages
 # isort: split
 import tyro
 
-from smopd.record.progress import say_error
-from smopd.run.failures import MISTAKES
+from smopd.run.failures import one_line
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
+    with one_line("smopd.merge"):
         tyro.cli(merge, args=argv, prog="smopd merge", config=(tyro.conf.FlagCreatePairsOff,))
-    except MISTAKES as error:
-        say_error(f"smopd.merge: {error}")
-        return 2
     return 0
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -17,37 +16,43 @@ from smopd import extra  # noqa: F401 reports missing packages
 # isort: split
 import tyro
 
-from smopd.record.progress import say_error
-from smopd.run.failures import MISTAKES
+from smopd.run.failures import one_line
 
 WEIGHTS = "*.safetensors"
 
 
-@dataclass(frozen=True)
-class Options:
-    run: Annotated[Path, tyro.conf.Positional]
-    """Folder of the run, such as runs/quickstart/smopd."""
-    repo: Annotated[str, tyro.conf.Positional]
-    """Repository of the model, such as USER/NAME. It is made if it does not exist."""
-    private: bool = False
-    """Make a new repository private."""
-    dry_run: bool = False
-    """Write the folder and upload nothing."""
-
-
 def main(argv: list[str] | None = None) -> int:
-    options = tyro.cli(
-        Options, args=argv, prog="smopd push", description=__doc__, config=(tyro.conf.FlagCreatePairsOff,)
-    )
-    try:
-        folder = stage(options.run)
-        print(f"wrote {folder}")
-        if not options.dry_run:
-            print(f"pushed to {upload(folder, options)}")
-    except MISTAKES as error:  # an HTTP error of the hub is an OSError
-        say_error(f"smopd push: {error}")
-        return 2
+    no_pairs = (tyro.conf.FlagCreatePairsOff,)
+    with one_line("smopd push"):  # an HTTP error of the hub is an OSError
+        tyro.cli(push, args=argv, prog="smopd push", description=__doc__, config=no_pairs)
     return 0
+
+
+def push(
+    run: Annotated[Path, tyro.conf.Positional],
+    repo: Annotated[str, tyro.conf.Positional],
+    private: bool = False,
+    dry_run: bool = False,
+) -> None:
+    """Write the folder and upload it in one commit.
+
+    Args:
+        run: Folder of the run, such as runs/quickstart/smopd.
+        repo: Repository of the model, such as USER/NAME. It is made if it does not exist.
+        private: Make a new repository private.
+        dry_run: Write the folder and upload nothing.
+    """
+    folder = stage(run)
+    print(f"wrote {folder}")
+    if dry_run:
+        return
+
+    from huggingface_hub import HfApi
+
+    hub = HfApi()
+    hub.create_repo(repo, private=private, exist_ok=True)
+    message = f"{run.resolve().parent.name}/{run.resolve().name}"
+    print(f"pushed to {hub.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)}")
 
 
 def stage(run: Path) -> Path:
@@ -62,16 +67,6 @@ def stage(run: Path) -> Path:
     shutil.copyfile(recipe / "config.yaml", folder / "recipe.yaml")  # config.json is the model's
     shutil.copyfile(recipe / "report.html", folder / "report.html")
     return folder
-
-
-def upload(folder: Path, options: Options) -> str:
-    """Upload the folder in one commit, and return its address."""
-    from huggingface_hub import HfApi
-
-    hub = HfApi()
-    hub.create_repo(options.repo, private=options.private, exist_ok=True)
-    message = f"{options.run.resolve().parent.name}/{options.run.resolve().name}"
-    return str(hub.upload_folder(repo_id=options.repo, folder_path=folder, commit_message=message))
 
 
 if __name__ == "__main__":

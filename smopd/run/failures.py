@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import yaml
 
 from smopd.engine.errors import Failure, UnusableInput
+from smopd.record.progress import say_error
 
 MISTAKES = (Failure, ValueError, OSError, RecursionError, yaml.YAMLError)
 """What a command answers in one line. JSON of the user that is too deep raises RecursionError."""
+
+
+@contextmanager
+def one_line(command: str) -> Iterator[None]:
+    """Turn MISTAKES into one line on stderr and exit status 2."""
+    try:
+        yield
+    except MISTAKES as error:
+        say_error(f"{command}: {error}")
+        sys.exit(2)
 
 
 @contextmanager

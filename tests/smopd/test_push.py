@@ -67,5 +67,6 @@ def test_a_push_makes_the_repository_and_uploads_the_folder(run: Path, monkeypat
     assert repo == sent["repo_id"] == "me/tiny" and made == {"private": True, "exist_ok": True}
     assert sent["folder_path"] == run / "push" and "pushed to https://hub" in capsys.readouterr().out
     (run / "export/README.md").unlink()
-    assert main([str(run), "me/tiny"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main([str(run), "me/tiny"])
     assert "finish it with `smopd train`" in capsys.readouterr().err
