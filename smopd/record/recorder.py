@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,7 +60,7 @@ class StepResult:
     """Invalid answers of servers since the command began; None without servers."""
 
 
-class Recorder:
+class Recorder(AbstractContextManager["Recorder"]):
     """Context manager that writes `metrics.jsonl`, `samples.jsonl` and `tokens.jsonl` of a run, on rank 0."""
 
     def __init__(self, folder: Path, name: str, settings: Settings, tokenizer: PreTrainedTokenizerBase):
@@ -75,9 +75,6 @@ class Recorder:
         self._progress: Progress | None = None
         self._trackers: dict[str, Tracker] = {}
         self._watch = Watch()
-
-    def __enter__(self) -> Recorder:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()

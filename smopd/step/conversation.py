@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -62,15 +63,12 @@ class EnvironmentWorker(Worker):
         return answers
 
 
-class Environments:
+class Environments(AbstractContextManager["Environments"]):
     """Context manager of this rank's environments: one worker for each, and for each choice of arguments."""
 
     def __init__(self, log_path: Path | None = None, memory_bytes: int = 0):
         self.own: dict[str, Any] = {"log_path": log_path, "memory_bytes": memory_bytes}
         self._workers: dict[str, EnvironmentWorker] = {}
-
-    def __enter__(self) -> Environments:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         for worker in self._workers.values():
