@@ -73,9 +73,7 @@ class DeepSpeedZero:
         norms = [grad.float().norm() for grad in grads if grad is not None]
         return float(torch.stack(norms).norm()), stats
 
-    def step(self, learning_rate: float) -> float:
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+    def step(self) -> float:
         self.engine.step()
         return float(self.engine.get_global_grad_norm())  # inf where DeepSpeed skipped the step
 

@@ -66,9 +66,7 @@ class Fsdp2:
         norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
-    def step(self, learning_rate: float) -> float:
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+    def step(self) -> float:
         grad_norm = self._clip()
         if math.isfinite(grad_norm):
             self.optimizer.step()

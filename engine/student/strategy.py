@@ -71,7 +71,7 @@ class Strategy(Protocol):
         """
         ...
 
-    def step(self, learning_rate: float) -> float:
+    def step(self) -> float:
         """Clip the gradient, step if it is finite, clear it, and return its global norm before clipping."""
         ...
 

@@ -160,7 +160,9 @@ class Student:
         factor = min(1.0, (self.updates + 1) / max(1, self.settings.warmup_steps))
         if self.schedule is not None:
             factor *= self.schedule(self.updates)
-        grad_norm = self.strategy.step(self.settings.learning_rate * factor)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.learning_rate * factor
+        grad_norm = self.strategy.step()
         skipped = not math.isfinite(grad_norm)
         self.updates += 1
         self.skipped += skipped
