@@ -176,7 +176,7 @@ class Servers:
 
     def ask(self, url: str, request: Request, read: Callable[[httpx.Response], A]) -> A:
         """Return `read(response)` of one server; on failure raise ServerUnavailable without removing it."""
-        return self._run(self._ask(url, request, read))
+        return self._run(self._ask(url, request, read))[0]
 
     def each(self, request: Request, read: Callable[[httpx.Response], A]) -> dict[str, A]:
         """Ask every server, remove those that fail, and return `read` by URL; raise NoServer if all fail."""
@@ -188,7 +188,7 @@ class Servers:
                 self.remove(url, str(error))
 
         answers: dict[str, A] = {}
-        self._run_each(one, self.alive)
+        self._run(*map(one, self.alive))
         if not answers:
             raise self.none_left()
         return answers
@@ -276,7 +276,7 @@ class Servers:
                 del self.removed[url]
 
         due = [url for url in self.removed if monotonic() >= self._paused_until.get(url, 0.0)]
-        self._run_each(check, due)
+        self._run(*map(check, due))
         return [url for url in due if url not in self.removed]
 
     def remove(self, url: str, reason: str) -> None:
@@ -289,20 +289,18 @@ class Servers:
         reasons = "; ".join(f"{url}: {reason}" for url, reason in self.removed.items())
         return NoServer(f"no server is left: {reasons}")
 
-    def _run(self, coroutine: Coroutine[Any, Any, A]) -> A:
-        """Run the coroutine in the clients' loop; an interrupt of the calling thread cancels it."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    def _run(self, *coroutines: Coroutine[Any, Any, A]) -> list[A]:
+        """Run coroutines in the clients' loop; an interrupt of the calling thread cancels them."""
+
+        async def gathered() -> list[A]:
+            return await asyncio.gather(*coroutines)
+
+        future = asyncio.run_coroutine_threadsafe(gathered(), self._loop)
         try:
             return future.result()
         except BaseException:
             future.cancel()
             raise
-
-    def _run_each(self, one: Callable[[str], Coroutine[Any, Any, None]], urls: Sequence[str]) -> None:
-        async def all_urls() -> None:
-            await asyncio.gather(*map(one, urls))
-
-        self._run(all_urls())
 
     def _pause_checks(self, url: str, seconds: float) -> None:
         if monotonic() >= self._paused_until.get(url, 0.0):  # only once for all requests in flight
