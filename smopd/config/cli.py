@@ -71,7 +71,9 @@ def parse(argv: list[str]) -> Command:
         if asked and (section := argv[asked[0] + 1 : asked[0] + 2]):
             print_section(*section)
             raise SystemExit(0)
-        options, given = read_options(Options, argv, "python -m smopd.train", _INTRODUCTION + _sections())
+        about = [(name, schemas()[name,]["description"].splitlines()[0]) for name in Settings.model_fields]
+        introduction = _INTRODUCTION + "\n".join(f"  {name}: {text}" for name, text in about)
+        options, given = read_options(Options, argv, "python -m smopd.train", introduction)
         if options.list:
             print_recipes()
             raise SystemExit(0)
@@ -199,11 +201,6 @@ def _override(values: dict[str, Any], path: str, words: list[str], origin: dict[
         del origin[below]
     origin[keys] = COMMAND_LINE
     return result[""]
-
-
-def _sections() -> str:
-    about = {name: schemas()[name,]["description"] for name in Settings.model_fields}
-    return "\n".join(f"  {name}: {text.splitlines()[0]}" for name, text in about.items())
 
 
 def print_section(section: str) -> None:
