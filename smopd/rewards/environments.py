@@ -13,11 +13,10 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
+from smopd.data.chat import Message
 from smopd.engine.imports import import_function
-
-Message: TypeAlias = "Mapping[str, Any]"
 
 ENVIRONMENTS = {
     "trl": "smopd.integrations.tools:TrlTools",
