@@ -93,9 +93,8 @@ class RemotePreferenceModel:
                 probe = self._request(url, PROBE)
                 found = self._servers.ask(url, probe, lambda answer: _scores("", answer, PROBE))
                 self._probed = self._probed or found
-                if any(
-                    abs(a - b) > SAME_SCORE * (1 + abs(b)) for a, b in zip(found, self._probed, strict=True)
-                ):
+                pairs = zip(found, self._probed, strict=True)
+                if any(abs(a - b) > SAME_SCORE * (1 + abs(b)) for a, b in pairs):
                     raise ServerUnavailable(f"scores a probe {found}, the first server {self._probed}")
             except ServerUnavailable as error:
                 self._names.pop(url, None)

@@ -104,9 +104,8 @@ def saw(
     multiplies w_k. SAW's code whitens over tokens (`advantage.whiten: tokens`).
     """
     scored_RK = ~rewards_RK.isnan()
-    least_K = torch.cat([rewards_RK.nan_to_num(nan=torch.inf), torch.full_like(low_K, torch.inf)[None]]).amin(
-        0
-    )
+    none_1K = torch.full_like(low_K, torch.inf)[None]  # this rank may have no responses
+    least_K = torch.cat([rewards_RK.nan_to_num(nan=torch.inf), none_1K]).amin(0)
     if process_group is not None:
         dist.all_reduce(least_K, op=dist.ReduceOp.MIN, group=process_group)
     above_RK = torch.where(scored_RK, rewards_RK - torch.where(low_K.isnan(), least_K, low_K), 0.0)

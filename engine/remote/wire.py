@@ -46,12 +46,8 @@ def pack_request(rollouts: Sequence[Rollout]) -> bytes:
     lengths = [[len(r.prompt_ids), len(r.response_ids)] for r in rollouts]
     masks = {}
     if any(r.loss_mask is not None for r in rollouts):
-        masks["loss_mask"] = torch.cat(
-            [
-                torch.ones(len(r.response_ids), dtype=torch.bool) if r.loss_mask is None else r.loss_mask
-                for r in rollouts
-            ]
-        )
+        given = [(r.loss_mask, torch.ones_like(r.response_ids, dtype=torch.bool)) for r in rollouts]
+        masks["loss_mask"] = torch.cat([every if mask is None else mask for mask, every in given])
     return pack(tokens=torch.cat(pieces).int(), lengths=torch.tensor(lengths, dtype=torch.int32), **masks)
 
 

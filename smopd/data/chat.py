@@ -101,11 +101,9 @@ def render(
             return text
         shown += [text] if text else []
     if not shown:
-        why = (
-            f"{type(failure).__name__}: {failure}"
-            if failure
-            else "it prints nothing, or parts as Python objects"
-        )
+        why = "it prints nothing, or parts as Python objects"
+        if failure:
+            why = f"{type(failure).__name__}: {failure}"
         raise ValueError(f"the tokenizer's chat template fails ({why})") from failure
     return shown[0]
 
