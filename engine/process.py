@@ -117,7 +117,7 @@ def interrupts_withheld() -> Iterator[None]:
 
 
 def end_with_caller() -> None:
-    """Kill this process, and vLLM's process above it, soon after CALLER has ended."""
+    """Start a thread that kills this process, and vLLM's process above it, soon after CALLER has ended."""
     if CALLER not in os.environ:
         return
     caller, above, spawner = int(os.environ[CALLER]), os.getppid(), multiprocessing.parent_process()

@@ -70,7 +70,7 @@ def disagreement(ids_NMS: Tensor) -> Tensor:
 
 
 def failure(rewards_RM: Tensor, low_M: Tensor, high_M: Tensor) -> Tensor:
-    """Return Eq. 19: (R, M), 1 at the low end of a teacher's reward, 0 at the high end, 0.5 if unknown."""
+    """Return Eq. 19, (R, M): 1 at the low end of the reward's range, 0 at the high end, 0.5 if unknown."""
     scaled_RM = ((rewards_RM - low_M) / (high_M - low_M)).clamp(0, 1)
     return (1 - scaled_RM).nan_to_num(nan=0.5)
 

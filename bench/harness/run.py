@@ -1,6 +1,6 @@
 """A provider on a case: check its result against float64, then measure memory and time.
 
-A wrong result is not timed: its row has the fault.
+A wrong result is not timed; its row says what is wrong.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def peer(name: str, run: Callable[[Any], Outputs], module: str, note: str = "", 
 
 
 def compiled(run: Callable[[Any], Outputs]) -> Provider:
-    """Return a provider whose `run` calls a form made by compiling()."""
+    """Return a provider that runs a form made by compiling()."""
     return Provider(name="torch.compile", run=run, kind="compile", main_only=True)
 
 

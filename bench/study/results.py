@@ -1,4 +1,4 @@
-"""The numbers of finished jobs: one JSON file a job, and the tables and figures that are made from them.
+"""The results of finished jobs, one JSON file per job, and the tables and figures made from them.
 
 A file has the settings that are not the defaults, the commit and versions, and for each run its held-out
 results (`evaluation`), each step's mean rewards on training prompts (`curves`) and, after a guarded merge,

@@ -45,7 +45,7 @@ class DamagedCheckpoint(UnusableCheckpoint):
 class Checkpoints:
     """The last `keep` checkpoints of a run in `folder`.
 
-    Older ones stay until `confirm`, because weights that have diverged may still be finite. The other methods
+    Older ones stay until `confirm`, because finite weights may still have diverged. All methods but `confirm`
     are collective calls.
     """
 

@@ -42,7 +42,7 @@ def load_rows(source: str, *, kwargs: Mapping[str, Any] | None = None) -> list[R
 
 
 def open_rows(source: str, *, kwargs: Mapping[str, Any] | None = None) -> Sequence[Row]:
-    """Return the rows of a source, which are read and checked on access.
+    """Return the rows of a source. Each is read and checked on access.
 
     Args:
         source: one of SOURCE_FORMS; a .json file holds a list of objects, or JSON lines.

@@ -52,7 +52,7 @@ def require_vocabulary(teachers: str, ids: Tensor, vocab_size: int) -> None:
 
 
 def log_weights(weights: Sequence[float]) -> Tensor:
-    """Return log alpha of the mixture (Eq. 5), (M,) fp32; a weight of 0 (-inf) disables its teacher."""
+    """Return the mixture's log alpha (Eq. 5), (M,) fp32. A weight of 0 (-inf) disables the teacher."""
     alpha = [float(weight) for weight in weights]
     if not all(weight >= 0.0 for weight in alpha) or abs(math.fsum(alpha) - 1.0) > WEIGHT_SUM_TOLERANCE:
         raise ValueError(f"teacher_weights is {alpha}, expected numbers of at least 0 that sum to 1")

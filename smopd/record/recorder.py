@@ -171,7 +171,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._use_tracker(kind, lambda tracker: tracker.log(step, finite))
 
     def _use_tracker(self, kind: str, action: Callable[[Tracker], object]) -> None:
-        """Call a tracker, if it has not failed; its failure, such as of a network, ends no run."""
+        """Call a tracker unless it has failed before. A failure, as of the network, does not end the run."""
         try:
             if kind in self._trackers:
                 action(self._trackers[kind])

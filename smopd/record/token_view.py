@@ -58,7 +58,7 @@ def texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
 def add_teachers(records: list[Record], tokenizer: PreTrainedTokenizerBase, topk: TeacherTopK) -> None:
     """Add to each sampled token the teachers' top tokens and log-ratios.
 
-    A log-ratio is that of the teacher's probability of the token to the mean of the teachers.
+    A log-ratio is log(p / mean of the teachers' p), where p is the teacher's probability of the token.
     """
     logp_TM = topk.token_logps_NM.double().cpu()
     ratio_TM = logp_TM - logp_TM.logsumexp(-1, keepdim=True) + math.log(logp_TM.shape[1])

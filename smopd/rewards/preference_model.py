@@ -53,7 +53,7 @@ def preference_reward(
 
     Args:
         prompts: a text, used as one user message, or chat messages.
-        model: folder or hub id of a sequence classifier with one output; with `url`, of its tokenizer.
+        model: folder or hub id of a sequence classifier with one output, or with `url` of its tokenizer.
         sign: 1 if higher scores are better, -1 if lower scores are (the Beaver cost models).
         template: chat template that replaces the tokenizer's: Jinja text, or the path of a .jinja file.
         batch_tokens: maximum tokens per forward pass, with padding. Equal chats have exactly equal scores.

@@ -112,10 +112,10 @@ def try_rewards(
 
 
 def try_engine(engine: RolloutEngine, student: Student, prompt: Prompt, settings: Settings) -> float:
-    """Compare the log-probabilities that engine and trainer give a short response; a collective call.
+    """Compare the engine's and the trainer's log-probabilities of a short response; a collective call.
 
     Warn if they are far apart, and return the mean difference in nats per token. Raise UnusableInput if the
-    engine computes something else than the trainer.
+    engine does not compute what the trainer does.
     """
     rollout = settings.rollout
     most = min(TRIED_TOKENS, rollout.max_new_tokens)
