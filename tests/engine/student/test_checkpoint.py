@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -209,7 +210,8 @@ def test_exports_load_in_transformers(tmp_path, device, dtype, tied):
     expected = parameters(trained)
     export(trained, tokenizer, tmp_path / "export", dtype)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
-    assert loaded.dtype == dtype
+    stored = load_file(tmp_path / "export/model.safetensors")
+    assert {value.dtype for value in stored.values()} == {dtype} == {loaded.dtype}
     assert json.loads((tmp_path / "export/config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
     for name, value in loaded.state_dict().items():
         assert value.equal(expected[name].to(dtype)), name
