@@ -203,9 +203,9 @@ def train(
     named = {name: value for name, value in student.policy.named_parameters() if value.requires_grad}
     weights = {name: strategy.full(value).clone() for name, value in named.items()}
 
-    def step(learning_rate):
+    def step():
         gradients = {name: gradient(student, value) for name, value in named.items()}
-        norm = plain_step(learning_rate)
+        norm = plain_step()
         before = dict(weights)
         weights.update({name: strategy.full(value).clone() for name, value in named.items()})
         changes = {name: weights[name] - before[name] for name in named}
