@@ -66,9 +66,14 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
+def without_controls(text: str) -> str:
+    """Replace control characters except tab and newline."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
 def printable(text: str) -> str:
     """Remove secrets and control characters except tab and newline, for a terminal."""
-    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", without_secrets(text))
+    return without_controls(without_secrets(text))
 
 
 def _of_environment() -> list[str]:

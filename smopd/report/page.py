@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 
 from smopd.engine.files import write_atomically
+from smopd.names import without_controls
 from smopd.record.alarms import alarms_of
 from smopd.report.charts import Lines, overview, sections
 from smopd.report.tables import PALETTE, Row, assign, cell, heading
@@ -74,7 +75,7 @@ def write_report(path: str | os.PathLike[str], report: Report) -> None:
         samples=[(labels[run], _by_step(lines)) for run, lines in report.samples.items() if lines],
         cell=cell,
     )
-    write_atomically(path, page.encode("utf-8", "replace"))
+    write_atomically(path, without_controls(page).encode("utf-8", "replace"))
 
 
 def _best(report: Report) -> dict[str, set[str]]:

@@ -16,6 +16,7 @@ from smopd.config.recipe import write_yaml
 from smopd.config.schedule import BASE, count_steps, plan
 from smopd.config.settings import Settings
 from smopd.engine.files import read_json, write_atomically
+from smopd.names import without_controls
 from smopd.record.files import JsonlLog
 from smopd.record.progress import console, say
 from smopd.report.page import Report, write_report
@@ -151,4 +152,4 @@ def write_card(settings: Settings, folder: Path, name: str, export: Path, step: 
         yaml=write_yaml(own, public=True),
         cell=cell,
     )
-    write_atomically(export / CARD, text.encode("utf-8", "replace"))
+    write_atomically(export / CARD, without_controls(text).encode("utf-8", "replace"))

@@ -60,7 +60,7 @@ def test_report_is_self_contained_and_escapes_everything(tmp_path: Path) -> None
         title=EVIL + "@BODY",
         facts={EVIL: EVIL},
         rewards=[EVIL],
-        caption=EVIL + "\n\nsecond",
+        caption=EVIL + "\x1b[31m\n\nsecond",
         rows=[Row(EVIL, EVIL, {EVIL: 1.0})],
         columns=[EVIL],
         settings_yaml=f"name: {EVIL}",
@@ -70,7 +70,7 @@ def test_report_is_self_contained_and_escapes_everything(tmp_path: Path) -> None
         teachers=[EVIL, "two"],
     )
     page = Page(tmp_path / "report.html", report)
-    assert page.seen.count(EVIL) >= 23
+    assert page.seen.count(EVIL) >= 23 and "\x1b" not in page.source
     for tag, attributes in page.tags:
         assert tag != "script" and not attributes.keys() & {"src", "href", "onload"}
     assert POLICY in [attributes.get("content") for _, attributes in page.tags]
