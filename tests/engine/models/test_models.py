@@ -203,8 +203,8 @@ def test_a_tokenizer_that_does_not_fit_or_cannot_be_saved_is_found_before(
 
     require_usable(folder, tokenizer)
     larger = load_tokenizer(folder)
-    larger.add_tokens("<more>")
-    with pytest.raises(UnusableModel, match=r"embeds \d+ tokens, its tokenizer has '<more>' at \d+"):
+    larger.add_tokens([f"<{i}>" for i in range(VOCABULARY)])
+    with pytest.raises(UnusableModel, match=rf"embeds {VOCABULARY} tokens, its tokenizer has '<\d+>' at \d+"):
         require_usable(folder, larger)
     monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", refuse)
     with pytest.raises(UnusableModel, match=r"its tokenizer cannot be saved.*no such vocabulary"):
