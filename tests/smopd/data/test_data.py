@@ -2,8 +2,10 @@
 
 import gzip
 import json
+import os
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -60,6 +62,11 @@ def with_array(i=0, n=2000):
     values = np.zeros(n)
     values[i] = 1
     return [{"prompt": "call anna", "values": values, "tags": {"one", "two", "three"}}]
+
+
+def elsewhere():
+    os.chdir("/")
+    return [{"prompt": "call anna"}]
 
 
 def breaks_off():
@@ -262,6 +269,11 @@ def test_map_leaves_rows_out_and_keeps_source_numbers(tokenizer):
     limits = {"map": f"{HERE}:odd_ones", "max_prompt_tokens": 2}
     with pytest.raises(ValueError, match="no row of 3 is left: 2 left out by map, 1 of more than 2 tok"):
         load_prompts(f"{HERE}:some_rows", tokenizer, **limits)
+
+
+def test_a_source_that_changes_the_folder_leaves_the_run_where_it_is(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert len(load_prompts(f"{HERE}:elsewhere", tokenizer)) == 1 and Path.cwd() == tmp_path
 
 
 def test_a_digest_covers_long_arrays_and_no_order_of_sets(tokenizer):

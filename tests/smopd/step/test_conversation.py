@@ -14,7 +14,7 @@ from smopd.config.settings import Settings
 from smopd.data.prompts import Prompt
 from smopd.engine.local.rollout import LocalRollout
 from smopd.engine.types import Rollout, Sampling
-from smopd.rewards.environments import Answer
+from smopd.rewards.environments import Answer, checked
 from smopd.rewards.pool import RewardError, RewardPool, RewardSpec
 from smopd.step.conversation import Conversations, Environments
 from smopd.step.rewards import Rewarder
@@ -234,6 +234,11 @@ def test_a_conversation_that_fails_leaves_the_others(environments):
     assert told(worker, "fine", "dies") == dict.fromkeys(["fine", "dies"], "worker_died")
     begun(worker, "fine")
     assert told(worker, "fine") == {"fine": "3"}, "in a new process"
+
+
+def test_an_answer_of_half_a_character_is_the_environments_error():
+    with pytest.raises(UnicodeEncodeError):
+        checked([{"role": "user", "content": "\ud800"}])
 
 
 def test_async_environments_and_ones_that_cannot_be_loaded(environments):
