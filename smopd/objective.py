@@ -194,23 +194,25 @@ class Objective:
 def require_like(name: str, found: Any, expected: Sequence[Tensor]) -> Any:
     """Return what a user's function has returned; UserCodeError unless these are tensors as expected.
 
-    Their shapes must be equal and their dtypes of the same kind. NaN and infinity are refused.
+    Their shapes and devices must be equal and their dtypes of the same kind. NaN and infinity are refused;
+    -infinity stands for an empty slot of a target.
     """
 
-    def told(value: Any) -> str:
+    def shown(value: Any) -> str:
         if not isinstance(value, Tensor):
             return f"{value!r:.60}"
-        wrong = "" if bool((value.float() < math.inf).all()) else " with NaN or infinity"
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}{wrong}"
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
 
     def fits(value: Any, like: Tensor) -> bool:
         same = isinstance(value, Tensor) and (value.shape, value.device) == (like.shape, like.device)
-        return same and torch.can_cast(value.dtype, like.dtype) and "with" not in told(value)
+        return same and torch.can_cast(value.dtype, like.dtype)
 
     values = found if isinstance(found, (tuple, list)) else (found,)
     if len(values) != len(expected) or not all(map(fits, values, expected)):
-        shown = [" and ".join(map(told, each)) for each in (values, expected)]
-        raise UserCodeError(f"{name} returned {shown[0]}, expected {shown[1]}")
+        got, wanted = (" and ".join(map(shown, each)) for each in (values, expected))
+        raise UserCodeError(f"{name} returned {got}, expected {wanted}")
+    if not all(bool((value.float() < math.inf).all()) for value in values):
+        raise UserCodeError(f"{name} returned NaN or infinity")
     return found
 
 
@@ -239,12 +241,9 @@ def teacher_target(
     made = None
     if make is not None:
         made = make(top[0].clone(), top[1].clone(), weights.clone(), opd.kappa)
-        sizes = (
-            {each.shape[-1] for each in made if isinstance(each, Tensor)}
-            if isinstance(made, tuple)
-            else set()
-        )
-        like_NS = topk.logps_NMS.new_zeros(len(response_N), min(sizes, default=opd.kappa))
+        first = made[0] if isinstance(made, tuple) and made else None
+        width = first.shape[1] if isinstance(first, Tensor) and first.dim() == 2 else opd.kappa
+        like_NS = topk.logps_NMS.new_zeros(len(response_N), width)
         require_like(opd.target, made, (like_NS.int(), like_NS))
     return Target(topk, weights, low_M, high_M, made)
 
