@@ -8,7 +8,7 @@ import os
 import re
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
 
 from smopd.engine.errors import Failure, UserCodeError
@@ -60,7 +60,9 @@ def resolve(name: str, known: Mapping[str, T]) -> T:
 @contextmanager
 def user_code(name: str) -> Iterator[None]:
     """Turn exceptions of code that a setting names into UserCodeError, and come back to this folder."""
-    here = os.getcwd()
+    here = None
+    with suppress(OSError):  # the folder may have been removed
+        here = os.getcwd()
     try:
         yield
     except Failure:
@@ -70,4 +72,5 @@ def user_code(name: str) -> Iterator[None]:
         why = f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
         raise UserCodeError(f"{name} raised {why}") from error
     finally:
-        os.chdir(here)
+        if here is not None:
+            os.chdir(here)
