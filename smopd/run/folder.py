@@ -248,8 +248,10 @@ def write_settings(
         versions = {"python": here["python"], "smopd": here["smopd"], **here["packages"]}
         known = {name: version for name, version in versions.items() if version is not None}
         parts = {**inputs(), VERSIONS: known}
-        if (folder / "config.yaml").exists() and evaluation_differs(folder, settings, parts):
-            (folder / BASE / "evaluation.json").unlink(missing_ok=True)
+        evaluation = folder / BASE / "evaluation.json"
+        last = evaluation.exists() and (folder / "config.yaml").exists()
+        if last and evaluation_differs(folder, settings, parts):
+            evaluation.unlink()
         compare_inputs(folder, settings, parts, change=change)
         record_changes(folder, settings, changes(folder, settings))
         write_atomically(folder / "config.yaml", write_yaml(settings, public=True).encode())

@@ -48,7 +48,7 @@ def lease(folder: Path) -> Iterator[dict[str, Any]]:
         beat = 0
         while not done.wait(BEAT_SECONDS):
             beat, found = beat + 1, _read(path)
-            if not folder.exists() or folder.stat().st_ino != inode:
+            if _moved(folder, inode):
                 tell(f"error: {folder} was renamed or removed; rerun with --output to where it is now")
                 os._exit(1)
             if found.get("id", mine["id"]) != mine["id"]:
@@ -91,6 +91,14 @@ def _wait_for_other_hosts(path: Path) -> None:
             return
         if found != first:
             raise RunDirLocked(f"{path.parent}: {_holder(first)} is at work there; or give another --output")
+
+
+def _moved(folder: Path, inode: int) -> bool:
+    """Return whether the folder is another one or none; a disk that is gone for a while is not known."""
+    try:
+        return folder.stat().st_ino != inode
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +58,7 @@ def test_settings_that_cannot_be_read_are_named(tmp_path, content, said):
 
 
 def test_settings_may_be_corrected_until_something_is_made_with_them(tmp_path):
+    (tmp_path / "config.yaml").write_text("- [")  # nothing was made with it
     other = MADE.model_copy(update={"seed": MADE.seed + 1})
     with lock_run_dir(tmp_path, MADE):
         write_settings(tmp_path, MADE, dict)
@@ -137,6 +140,15 @@ def test_a_command_that_loses_its_lease_or_folder_ends_itself(tmp_path, act, sai
     there = {"cwd": tmp_path, "env": environment()}
     ended = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, **there)
     assert ended.returncode == 1 and said in ended.stderr
+
+
+def test_a_disk_that_is_gone_for_a_while_does_not_end_a_run(tmp_path, monkeypatch):
+    def stale(_):
+        raise OSError(errno.ESTALE, "stale")
+
+    assert lease._moved(tmp_path / "absent", 1) and lease._moved(tmp_path, -1)
+    monkeypatch.setattr(Path, "stat", stale)
+    assert not lease._moved(tmp_path, 1)
 
 
 def test_ranks_that_do_not_share_the_directory_are_named(tmp_path, monkeypatch):
