@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,8 +41,7 @@ MIXTURES: dict[str, MakesTarget | None] = {"pooled": None, "merged": None}
 """Built-in targets, which the fused loss computes."""
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """The teachers' scores of a batch, and their weights in the mixture."""
 
     topk: TeacherTopK
@@ -60,8 +59,7 @@ class Target:
         return (self.log_alpha + self.topk.token_logps_NM).logsumexp(-1)
 
 
-@dataclass(frozen=True)
-class Signals:
+class Signals(NamedTuple):
     """Per-token inputs of the loss, except the advantages."""
 
     old_logp_N: Tensor | None

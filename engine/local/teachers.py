@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,8 +77,7 @@ class Dropping:
         return TeacherTopK(ids_NMS, logps_NMS, top.token_logps_NM)
 
 
-@dataclass(frozen=True)
-class LocalTeacher:
+class LocalTeacher(NamedTuple):
     """A model with one of its adapters active, or none."""
 
     model: PreTrainedModel

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from time import monotonic
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import httpx
 
@@ -123,8 +123,7 @@ async def _exchange(http: httpx.AsyncClient, url: str, request: Request) -> http
     return httpx.Response(response.status_code, content=bytes(content))
 
 
-@dataclass(frozen=True)
-class RetryPolicy:
+class RetryPolicy(NamedTuple):
     """When to retry a request and when to remove a server.
 
     Attributes:

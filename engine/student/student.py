@@ -6,10 +6,10 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,7 @@ MAX_SKIPPED_UPDATES = 3  # ours
 PerToken = TypeVar("PerToken", TopK, LossStats)
 
 
-@dataclass(frozen=True)
-class Update:
+class Update(NamedTuple):
     stats: LossStats
     """Per token in this rank's flat order; loss terms are this rank's share of the global sums."""
     grad_norm: float

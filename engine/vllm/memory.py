@@ -11,8 +11,7 @@ cache     keys and values: `kv_cache_memory_bytes`, or what `gpu_memory_utilizat
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from smopd.engine.models.sizes import ModelNumbers
 from smopd.engine.settings import Vllm
@@ -24,8 +23,7 @@ BLOCK = 16  # positions; vLLM reserves one block
 SAMPLING_PART = 4  # ours
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     """Bytes of one GPU before an engine is made; `asleep` is reserved for sleeping engines."""
 
     free: int
@@ -37,8 +35,7 @@ class Gpu:
         return self.free - self.asleep
 
 
-@dataclass(frozen=True)
-class EngineMemory:
+class EngineMemory(NamedTuple):
     """Bytes of an awake engine on one GPU.
 
     head: loaded by the pooler, so not part of vLLM's own share; least: the cache of one longest sequence.

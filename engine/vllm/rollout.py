@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
 LOWEST_TEMPERATURE = 0.01  # vLLM silently raises lower ones to this
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """A response to draw, the `number`-th for its prompt."""
 
     prompt: tuple[int, ...]

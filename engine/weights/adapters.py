@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors import safe_open
 from transformers import PreTrainedModel
@@ -17,8 +17,7 @@ BESIDES = ("bias", "modules_to_save", "trainable_token_indices")  # what else pe
 EMBEDDINGS = ("lm_head", "embed_tokens", "output", "wte", "embed_out")
 
 
-@dataclass(frozen=True)
-class Adapter:
+class Adapter(NamedTuple):
     """A LoRA adapter in peft's format; base: folder or hub id of its model."""
 
     folder: Path

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -26,8 +26,7 @@ HEADLESS = ("gemma2", "gemma3n")  # to vLLM, if their head is tied
 DIGEST_LENGTH = 16  # ours: short enough for a message
 
 
-@dataclass(frozen=True)
-class Architecture:
+class Architecture(NamedTuple):
     """Names and shapes of a model's weights in its files, including a tied head.
 
     identity: equal for models that can exchange weights.

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import importlib.resources
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -39,8 +38,7 @@ class Mistakes(Exception):
         self.lines = lines
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(NamedTuple):
     """Values of a recipe, and `file:line` of each."""
 
     values: dict[str, Any]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -39,8 +38,7 @@ def count_steps(own: Mapping[str, int], needs: Mapping[str, set[str]]) -> dict[s
     return found
 
 
-@dataclass(frozen=True)
-class PlannedRun:
+class PlannedRun(NamedTuple):
     """One run of the plan. The warm start is the run `base`."""
 
     name: str

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from smopd.data.chat import response_start, response_texts
 from smopd.data.prompts import tokenize_prompts
@@ -22,8 +21,7 @@ TEXTS = ("response", "completion", "result")  # bfcl-eval's files use `result` a
 GPU_SHARE = 0.9  # ours: nothing else uses the GPU
 
 
-@dataclass(frozen=True)
-class Response:
+class Response(NamedTuple):
     """A response. `finished` is whether it ended with an end token, None if unknown."""
 
     text: str

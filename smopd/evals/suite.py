@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
 
 import tyro
 
@@ -41,8 +41,7 @@ class Item:
     truth: Any = None
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """A table column: its key in `Suite.summary`, the paper's heading, and the number format."""
 
     key: str

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 SWANLAB_ID = 21
 """Length of a SwanLab id."""
@@ -26,8 +25,7 @@ OpensTracker = Callable[[Path, str, str, "dict[str, Any]", int], Tracker]
 """(run folder, recipe name, run name, resolved settings, steps done before) -> Tracker."""
 
 
-@dataclass(frozen=True)
-class _Opened:
+class _Opened(NamedTuple):
     log: Callable[[int, Mapping[str, float]], object]
     close: Callable[[], object]
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 from rich.text import Text
@@ -31,8 +30,7 @@ PREFERRED = {
 """Colors of each stage, and for merges of each method."""
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """Results of a run. A missing value is shown as "-", a fraction with three digits."""
 
     label: str

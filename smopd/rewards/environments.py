@@ -12,8 +12,7 @@ import json
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from smopd.data.chat import Message
 from smopd.engine.imports import import_function
@@ -48,8 +47,7 @@ class Environment(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """An environment's messages (None: the conversation ended), or its failure."""
 
     messages: list[dict[str, Any]] | None = None

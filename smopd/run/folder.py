@@ -13,9 +13,8 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import yaml
@@ -64,8 +63,7 @@ class ConfigMismatch(Failure, RuntimeError):
     """The run directory holds runs with other settings."""
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """A setting of a run that differs from the previous command's."""
 
     run: str

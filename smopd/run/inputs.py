@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,8 +16,7 @@ from smopd.run.failures import UnusableInput, error_context
 ROWS = ("data.train", "data.evaluation", "warm_start.source")
 
 
-@dataclass(frozen=True)
-class Inputs:
+class Inputs(NamedTuple):
     train: PromptSet
     held_out: PromptSet | None
     demonstrations: DemonstrationSet | None

@@ -10,8 +10,8 @@ import json
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 
@@ -35,8 +35,7 @@ WRONG_TOOL_RATE, DROPPED_PARAMETER_RATE, WRONG_VALUE_RATE = 0.12, 0.08, 0.07  # 
 EASY_RATE = 0.8  # ours; five equal rates would all exceed 1/2, and greedy decoding would pass at once
 
 
-@dataclass(frozen=True)
-class Parameter:
+class Parameter(NamedTuple):
     """A parameter: its pool of values, and how often demonstrations misname it or quote an integer."""
 
     pool: str
@@ -45,8 +44,7 @@ class Parameter:
     quoted_rate: float
 
 
-@dataclass(frozen=True)
-class Tool:
+class Tool(NamedTuple):
     """A tool: its parameters in order, and phrasings of a user's request."""
 
     parameters: tuple[str, ...]
@@ -59,8 +57,7 @@ PARAMETERS = {name: Parameter(*values) for name, values in _READ["parameters"].i
 TOOLS = {name: Tool(tuple(x["parameters"]), tuple(x["requests"])) for name, x in _READ["tools"].items()}
 
 
-@dataclass(frozen=True)
-class _Task:
+class _Task(NamedTuple):
     offered: tuple[str, ...]
     tool: str
     values: Mapping[str, str]
