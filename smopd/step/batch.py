@@ -6,7 +6,7 @@ ranks, so the content of an update does not depend on the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,12 +42,12 @@ class Batch:
     @classmethod
     def of(
         cls,
-        prompts: Mapping[int, Prompt] | Sequence[Prompt],
+        prompts: Sequence[Prompt],
         shares: Sequence[Sequence[int]],
         rollouts: list[Rollout],
         group_size: int,
     ) -> Batch:
-        """Build the batch from prompts by position in the step, and this rank's positions in each update."""
+        """Build the batch from this rank's prompts and their positions in each update, in the same order."""
         lengths = [rollout.n_tokens for rollout in rollouts]
         parts, response, token = [], 0, 0
         for share in shares:
@@ -58,7 +58,7 @@ class Batch:
         lengths_R = torch.tensor(lengths, dtype=torch.int64)
         none = torch.zeros(0, dtype=torch.int64)
         return cls(
-            prompts=[prompts[position] for share in shares for position in share for _ in range(group_size)],
+            prompts=[prompt for prompt in prompts for _ in range(group_size)],
             rollouts=rollouts,
             parts=parts,
             group_R=torch.tensor([rollout.group for rollout in rollouts], dtype=torch.int64),

@@ -67,7 +67,7 @@ class Sampler:
             prompts, rollouts, fresh = batch.prompts[::n], list(batch.rollouts), self._sampled(chosen)
             for k, i in enumerate(flat):
                 prompts[i], rollouts[i * n : (i + 1) * n] = chosen[k][0], fresh[k * n : (k + 1) * n]
-            return self._checked(step, self._of(places, prompts, rollouts))
+            return self._checked(step, Batch.of(prompts, places, rollouts, n))
 
         return all_or_raise(replace)
 
@@ -106,7 +106,7 @@ class Sampler:
         """Build the batch of `step`, from `rollouts` if given."""
         places, asked = self._asked(step)
         rollouts = self._sampled(asked) if rollouts is None else rollouts
-        return self._of(places, [prompt for prompt, _ in asked], rollouts)
+        return Batch.of([prompt for prompt, _ in asked], places, rollouts, self.settings.rollout.group_size)
 
     def _asked(self, step: int) -> tuple[list[list[int]], list[tuple[Prompt, int]]]:
         """Return the positions of each update on this rank, and the prompt and group of each position."""
@@ -127,11 +127,6 @@ class Sampler:
         )
         prompts, groups = [prompt for prompt, _ in asked], [group for _, group in asked]
         return sample(self.engine, self.conversations, prompts, groups, sampling)
-
-    def _of(self, places: list[list[int]], prompts: list[Prompt], rollouts: list[Rollout]) -> Batch:
-        mine = [place for share in places for place in share]
-        by_place = dict(zip(mine, prompts, strict=True))
-        return Batch.of(by_place, places, rollouts, self.settings.rollout.group_size)
 
 
 def resample(
