@@ -104,8 +104,7 @@ def saw(
     multiplies w_k. SAW's code whitens over tokens (`advantage.whiten: tokens`).
     """
     scored_RK = ~rewards_RK.isnan()
-    none_1K = torch.full_like(low_K, torch.inf)[None]  # this rank may have no responses
-    least_K = torch.cat([rewards_RK.nan_to_num(nan=torch.inf), none_1K]).amin(0)
+    least_K = least(rewards_RK)
     if process_group is not None:
         dist.all_reduce(least_K, op=dist.ReduceOp.MIN, group=process_group)
     above_RK = torch.where(scored_RK, rewards_RK - torch.where(low_K.isnan(), least_K, low_K), 0.0)
@@ -139,6 +138,12 @@ def dvao(rewards_RK: Tensor, group_R: Tensor, *, weights_K: Tensor, **other: Any
     sigma_RK = group_mean(centred_RK.square(), n_GK - 1).sqrt()
     adv_R = centred_RK @ weights_K / (sigma_RK @ weights_K.abs() + EPSILON)
     return adv_R, torch.ones_like(group_R, dtype=torch.bool)
+
+
+def least(rewards_RK: Tensor) -> Tensor:
+    """Return the minimum (K,) over responses, ignoring NaN; infinity without responses."""
+    filled_RK = rewards_RK.nan_to_num(nan=torch.inf)
+    return torch.cat([filled_RK, filled_RK.new_full((1, filled_RK.shape[1]), torch.inf)]).amin(0)
 
 
 def _sums(values: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smopd.advantages import ESTIMATORS
+from smopd.advantages import ESTIMATORS, least
 from smopd.config.settings import Loss, Opd, Settings
 from smopd.engine import distributed
 from smopd.engine.errors import UserCodeError
@@ -251,8 +251,8 @@ def teachers_rewards(settings: Settings, rewards_RK: Tensor) -> tuple[Tensor, Te
     names = [reward.name for reward in settings.rewards]
     columns = [names.index(teacher.reward) for teacher in settings.teachers.models]
     rewards_RM = rewards_RK[:, columns]
-    low_M = distributed.all_reduce(_least(rewards_RM), "min")
-    high_M = -distributed.all_reduce(_least(-rewards_RM), "min")
+    low_M = distributed.all_reduce(least(rewards_RM), "min")
+    high_M = -distributed.all_reduce(least(-rewards_RM), "min")
     for m, column in enumerate(columns):
         bounds = settings.rewards[column].range
         if isinstance(bounds, tuple):
@@ -285,9 +285,3 @@ def _teachers(target: Target | None, part: MiniBatch) -> dict[str, Tensor]:
         "teacher_logps_NMS": target.topk.logps_NMS[part.tokens],
         "log_alpha": alpha[part.tokens] if alpha.dim() > 1 else alpha,
     }
-
-
-def _least(values_RM: Tensor) -> Tensor:
-    """Return the minimum (M,) over responses, ignoring NaN; infinity without responses."""
-    filled_RM = values_RM.nan_to_num(nan=math.inf)
-    return torch.cat([filled_RM, filled_RM.new_full((1, filled_RM.shape[1]), math.inf)]).amin(0)
