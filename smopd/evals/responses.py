@@ -104,6 +104,13 @@ def read_json(text: str) -> Any:
         return None
 
 
+def is_call(value: Any) -> bool:
+    """Return whether a JSON value is an object with a text as `name` and an object as `parameters`."""
+    if not isinstance(value, dict):
+        return False
+    return isinstance(value.get("name"), str) and isinstance(value.get("parameters"), dict)
+
+
 def sampler(command: Evaluation, items: Sequence[Item]) -> Callable[[], list[Response]]:
     """Load the command's model. Return a function that samples one response to each item, in order."""
     from smopd.engine.models.loading import describe, load_tokenizer

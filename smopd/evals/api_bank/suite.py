@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from smopd.data.sources import load_rows
 from smopd.evals.api_bank.judge import KINDS, Judge, JudgeSettings
-from smopd.evals.responses import read_json
+from smopd.evals.responses import is_call, read_json
 from smopd.evals.rlla import TOOL_THINK
 from smopd.evals.suite import Column, Evaluation, Item, Scores, Suite, group_files
 from smopd.rewards.rlla import MAX_BLOCK_CHARS
@@ -94,18 +94,12 @@ def load_items(data: Path) -> list[Item]:
             calls = answer if isinstance(answer, list) else [answer]
             texts: dict[str, Any] = {role: row.get(role) for role in ("system", "user")}
             good = calls and all(isinstance(text, str) for text in texts.values())
-            if not good or not all(map(_is_call, calls)):
+            if not good or not all(map(is_call, calls)):
                 expected = "strings `system` and `user`, and calls as `answer`, with `name` and `parameters`"
                 raise ValueError(f"{path}: row {index}: expected {expected}; got {str(row)[:200]}")
             messages = tuple({"role": role, "content": text} for role, text in texts.items())
             items.append(Item(f"{level}-{index}", level, messages, calls))
     return items
-
-
-def _is_call(call: object) -> bool:
-    if not isinstance(call, dict):
-        return False
-    return isinstance(call.get("name"), str) and isinstance(call.get("parameters"), dict)
 
 
 class ApiBank(Suite):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from smopd.evals.bfcl.official import Call, Function, language_of
-from smopd.evals.responses import read_json
+from smopd.evals.responses import is_call, read_json
 
 MAX_CHARS = 16_384  # ours: 1024 new tokens are about 5,000
 NO_CALL = "none"  # ToolRL: the name of the tool to call if no tool fits
@@ -80,12 +80,7 @@ def read_calls(response: str) -> list[Call]:
     if len(block) > MAX_CHARS:
         raise ValueError(f"block has {len(block)} characters, expected at most {MAX_CHARS}")
     lines = [line for line in block.split("\n") if line.strip()]
-    read = [row for row in map(read_json, lines) if isinstance(row, dict)]
-    calls = [
-        Call(row["name"], row["parameters"])
-        for row in read
-        if isinstance(row.get("name"), str) and isinstance(row.get("parameters"), dict)
-    ]
+    calls = [Call(row["name"], row["parameters"]) for row in map(read_json, lines) if is_call(row)]
     if lines and not calls:
         raise ValueError(f"block has no line with a call, first line {lines[0][:60]!r}")
     return [call for call in calls if call.name.strip().lower() != NO_CALL]
