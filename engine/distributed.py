@@ -1,7 +1,5 @@
 """Process group, device and collective calls, for one process and for torchrun alike."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import threading

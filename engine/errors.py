@@ -1,7 +1,5 @@
 """Errors shared by several packages. Imports no torch."""
 
-from __future__ import annotations
-
 
 class Failure(Exception):
     """An error of the user's files, models, servers or machine, printed without a traceback."""

@@ -1,7 +1,5 @@
 """Atomic writes of files and folders: flushed to the disk, then renamed."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

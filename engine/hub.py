@@ -1,7 +1,5 @@
 """Whether the Hugging Face hub responds: without a network its client retries for half a minute a file."""
 
-from __future__ import annotations
-
 import os
 from functools import cache
 from urllib.error import HTTPError

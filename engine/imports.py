@@ -1,7 +1,5 @@
 """Import functions by path."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import os

@@ -4,8 +4,6 @@ The score is the head's raw output at the last token, in fp32. transformers' own
 that are also the pad token. Shapes: B sequences, T positions, D hidden.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@
 vLLM may put a process in between, and because the signal fires when the thread that started a process ends.
 """
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import os

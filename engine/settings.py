@@ -1,7 +1,5 @@
 """Settings of the engines, used as sections of a recipe. Imports no torch."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator

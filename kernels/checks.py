@@ -1,7 +1,5 @@
 """Argument checks. Ids are checked on a CPU only: elsewhere the check would synchronize."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

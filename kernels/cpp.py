@@ -1,7 +1,5 @@
 """The C++ backend: smopd._C (csrc/cpu). Log-probabilities and weights are passed as fp32."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import math

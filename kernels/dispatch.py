@@ -4,8 +4,6 @@ SMOPD_BACKEND=reference|cpp|triton forces one; a call that it cannot serve raise
 TRITON_INTERPRET=1). Operations without a kernel run on the reference even if a backend is forced.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

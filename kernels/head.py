@@ -7,8 +7,6 @@ left factor past the end of a row and multiplies the padding by 0, so the paddin
 Shapes: N tokens, V vocabulary (or a piece of it), D hidden.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

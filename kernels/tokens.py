@@ -1,7 +1,5 @@
 """Helpers for the loss over N tokens: effective weights, and sums independent of the thread count."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import torch

@@ -1,7 +1,5 @@
 """`smopd COMMAND ...`: run a command. `python -m smopd.COMMAND` works too."""
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib import import_module

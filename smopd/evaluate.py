@@ -1,7 +1,5 @@
 """`smopd evaluate SUITE --model PATH`, or `--responses FILE`: score a model or responses on a benchmark."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -4,8 +4,6 @@ RUN is the folder of a run, such as runs/quickstart/smopd. The model is that of 
 `--step N`, or of the kept checkpoint with the best value of a metric (`--best greedy/sum`).
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated

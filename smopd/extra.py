@@ -1,7 +1,5 @@
 """Imported first by every command: make output safe, and require the packages of the extra `train`."""
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib.util import find_spec

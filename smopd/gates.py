@@ -3,8 +3,6 @@
 Shapes: N response tokens, R responses, M teachers, S = kappa entries per teacher.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import combinations
 

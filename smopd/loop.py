@@ -5,8 +5,6 @@ Stage 1 has no teachers and skewed reward weights (Eq. 4). Stage 2 has teachers 
 Shapes: B prompts, R responses, K rewards, N response tokens, M teachers, S log-probabilities per teacher.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`smopd merge MODEL ... --base BASE --output FOLDER`: merge the weights of models or LoRA adapters."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

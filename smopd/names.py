@@ -1,7 +1,5 @@
 """Text from users: suggestions for misspelled names, safe terminal output, and redaction of secrets."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

@@ -6,8 +6,6 @@ policy (`kl_ref`) is a term with the advantage log pi_ref - log pi_old, like the
 Shapes: R responses and N response tokens of this rank in flat order, K rewards, M teachers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

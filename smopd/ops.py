@@ -8,8 +8,6 @@ fp64 inputs. Log-probabilities are in nats. SMOPD_BACKEND selects a backend. An 
 raises ValueError on a CPU; on a GPU its row becomes NaN. smopd/kernels/ops has one file per operation.
 """
 
-from __future__ import annotations
-
 from smopd.kernels.ops.advantages import gd2po_advantages, gdpo_advantages, grpo_advantages
 from smopd.kernels.ops.forward_kl import teacher_mixture, topk_forward_kl
 from smopd.kernels.ops.loss import linear_smopd_loss, smopd_loss

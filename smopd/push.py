@@ -3,8 +3,6 @@
 The folder has the model, its card, the report and the recipe. `--dry-run` only writes it to RUN/push.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """`smopd train [RECIPE]`: train the runs of a recipe. Validates the settings before importing torch."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

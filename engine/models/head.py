@@ -3,8 +3,6 @@
 Shapes: N response tokens, D hidden, V vocabulary.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass

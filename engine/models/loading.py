@@ -1,7 +1,5 @@
 """Load causal language models and tokenizers from a folder or hub id."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import re

@@ -3,8 +3,6 @@
 The last token of a response is predicted but never read, so it takes no position.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, groupby

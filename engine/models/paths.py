@@ -1,7 +1,5 @@
 """Choose how a model is computed, and check the choice against transformers on single sequences."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The size of a causal language model. Imports no torch."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 

@@ -12,8 +12,6 @@ weights that sampled it. A server with other weights, because it restarted or an
 until the next weights are sent. Its prompts go to the other servers.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import suppress

@@ -4,8 +4,6 @@ A deadline covers the whole answer, because httpx limits each read separately an
 would never time out. The size of an answer is limited too. Every failure is a `ServerUnavailable`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

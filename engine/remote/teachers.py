@@ -4,8 +4,6 @@ Every answer comes from the weights that the teacher's first server held: reques
 are checked at the start and whenever they are restored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

@@ -7,8 +7,6 @@
 Shapes: R responses, N response tokens in flat order, S = kappa entries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Atomic checkpoints and exports: a killed process leaves a complete folder or none."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """DeepSpeed ZeRO-2 and ZeRO-3 with fp32 master weights, gradient accumulation and reductions."""
 
-from __future__ import annotations
-
 import json
 import os
 import warnings

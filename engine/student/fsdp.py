@@ -1,7 +1,5 @@
 """FSDP2 and HSDP with fp32 master weights; gradients are summed in fp32."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from collections.abc import Collection

@@ -1,7 +1,5 @@
 """Low-rank adapters (peft): fp32 adapters on a base frozen in the compute dtype."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

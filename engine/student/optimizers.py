@@ -1,7 +1,5 @@
 """Optimizers and learning-rate schedules: built in by name, or a user's function by its import path."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The module that is sharded, and the protocol of FSDP2 and DeepSpeed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

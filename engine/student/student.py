@@ -1,7 +1,5 @@
 """The model in training: packed micro-batches, a fused head, and one optimizer step for each update."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence

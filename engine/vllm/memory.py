@@ -8,8 +8,6 @@ cache     keys and values: `kv_cache_memory_bytes`, or what `gpu_memory_utilizat
           teachers and engines of later runs, which come afterwards
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any, NamedTuple
 

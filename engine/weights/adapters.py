@@ -1,7 +1,5 @@
 """LoRA adapters in peft's format: reading, checking, and loading into their base model."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The weights that a vLLM engine needs: names and shapes, checked streams, and streams from files."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -4,8 +4,6 @@ files   safetensors files that the engine reads under the same path
 inline  safetensors inside the requests, for servers that share no folder with the trainer
 """
 
-from __future__ import annotations
-
 import base64
 import re
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """The command line of `smopd train`. Reports every mistake before importing torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

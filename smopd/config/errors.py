@@ -1,7 +1,5 @@
 """Error messages for invalid settings, with file, line and the closest valid name; types for the help."""
 
-from __future__ import annotations
-
 import difflib
 import json
 from functools import cache

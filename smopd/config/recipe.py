@@ -3,8 +3,6 @@
 Values follow YAML 1.2: `1e-6` is a number, `yes` and dates are strings. A repeated key is an error.
 """
 
-from __future__ import annotations
-
 import importlib.resources
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checks across settings: invalid combinations, and names of runs, rewards and files that do not exist."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterator

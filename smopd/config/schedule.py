@@ -1,7 +1,5 @@
 """The plan of a command: its runs in order, the models that each one needs, and which runs are finished."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple

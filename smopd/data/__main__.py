@@ -1,7 +1,5 @@
 """`python -m smopd.data` lists the data sets; `python -m smopd.data fetch NAME ...` downloads some."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """Map rows of the hub's tatsu-lab/alpaca, or of a file with a prompt column, to prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

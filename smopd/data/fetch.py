@@ -1,7 +1,5 @@
 """Download data sets with pooch: each file from its public repository at a fixed commit, by checksum."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

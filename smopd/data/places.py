@@ -4,8 +4,6 @@ A short name such as `rlla/test` or `snips` works wherever a data path does. It 
 or hub id of the same name; write ./snips for a local folder.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Rows of a data set: from files, a folder, a function, or the hub. Large files are read on access."""
 
-from __future__ import annotations
-
 import glob
 import gzip
 import inspect

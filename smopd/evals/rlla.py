@@ -4,8 +4,6 @@ The `output` of an SFT row is long reasoning and an answer. Its truth is the ans
 think block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

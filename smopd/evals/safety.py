@@ -3,8 +3,6 @@
 A benchmark's average is the mean of its two mean scores. Overall is the mean of the three averages.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -5,8 +5,6 @@ reward. Trimmed sums are tried only if all untrimmed ones are rejected: trimming
 hurts later training (docs/merging.md). Of the accepted merges, the largest weighted sum of rewards wins.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -3,8 +3,6 @@
 Alarms depend only on the lines of `metrics.jsonl`, so the report shows the same ones as the screen.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Logs of JSON lines that survive a kill and can be truncated to a step."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

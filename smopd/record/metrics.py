@@ -1,7 +1,5 @@
 """What a step measures: means, deviations, sums and times, reduced once over all ranks, and a trace."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Records of each step: one line of metrics, a few samples, and the progress line."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence

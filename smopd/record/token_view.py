@@ -3,8 +3,6 @@
 Shapes: T tokens of one response, M teachers, S entries each.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path

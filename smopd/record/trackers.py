@@ -1,7 +1,5 @@
 """Trackers: MLflow, SwanLab, TensorBoard, Trackio, and Weights & Biases."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path

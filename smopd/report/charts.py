@@ -1,7 +1,5 @@
 """Line charts of the runs: what page.html needs to draw them as inline SVG."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

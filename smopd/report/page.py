@@ -1,7 +1,5 @@
 """report.html: a self-contained page without scripts. Its template, page.html, escapes all text."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Results of a recipe: a table on the screen, `results.json`, `report.html` and the cards of its models."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Result tables for a terminal and the report, and one color per method there and in the docs' figures."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The base model: a path, or built by a factory, with a warm start if the recipe has one."""
 
-from __future__ import annotations
-
 import shutil
 from contextlib import ExitStack
 from functools import partial

@@ -1,7 +1,5 @@
 """Build the student, the rollout engine and the teachers from settings and model paths."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Sequence

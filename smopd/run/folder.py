@@ -1,7 +1,5 @@
 """The run directory: its lock, its settings and their changes, the environment, and finished runs."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import importlib.metadata

@@ -1,7 +1,5 @@
 """Digests of what a run depends on: rows of data, files of models, and modules of the user's functions."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib.util

@@ -1,7 +1,5 @@
 """The data of a recipe, read before training."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """A lease file names the host and process at work in a run directory, as locks may not reach other hosts."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """`smopd train`: run the parts of a recipe that are not finished, evaluate them, and write the report."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

@@ -1,7 +1,5 @@
 """Checks before training: installed packages, importable functions, and rewards on a known answer."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Evaluation with the recipe's rewards on held-out prompts, greedy and sampled."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial

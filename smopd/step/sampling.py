@@ -1,7 +1,5 @@
 """Sampling of each step's batch, on demand or one step ahead, and of prompts in place of others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager

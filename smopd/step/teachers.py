@@ -4,8 +4,6 @@ Models on another device than the student score in a thread, in parallel with th
 they score in turn, because parallel collectives could be interleaved.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor

@@ -4,8 +4,6 @@ Answers are cached on disk by a hash of the whole request. A request without an 
 sent again in the next run.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json

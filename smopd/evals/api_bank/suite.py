@@ -3,8 +3,6 @@
 A response passes if it contains every true call with the same name and parameters.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field

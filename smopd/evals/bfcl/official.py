@@ -4,8 +4,6 @@
 vendor's client library, only to look up whether a model writes underscores. A stub replaces the registry.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

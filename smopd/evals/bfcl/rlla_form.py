@@ -4,8 +4,6 @@ As in ToolRL's handler for BFCL, the system message lists the tools and the user
 Calls are in the last `<tool_call>` block, one JSON object per line. Responses are parsed, never evaluated.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Mapping, Sequence

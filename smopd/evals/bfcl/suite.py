@@ -5,8 +5,6 @@ without a readable call, and a response to a live_relevance item with one. Unrea
 separately. AST, the mean of non-live and live, is the paper's; the other means are BFCL's.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
