@@ -1,6 +1,6 @@
-"""GRPO, GDPO and GD2PO advantages in fp64: a sort of the groups, one launch, and one to whiten.
+"""GRPO, GDPO and GD2PO advantages in fp64: a launch to order the groups, one for them, and one to whiten.
 
-After the sort, groups are runs of equal ids. Each response loops over its run. A program stores the moments
+In order, groups are runs of equal ids. Each response loops over its run. A program stores the moments
 of its responses for whitening (whiten.py). No atomics, no synchronization with the host.
 
 Shapes: R responses, K rewards (1 in GRPO: their weighted sum), padded to a power of two; B responses of a
@@ -26,8 +26,12 @@ STRIDE = 8  # responses searched at a time for each end of a run
 TILE = 512  # most responses times rewards per program
 WARP_TILE = 32  # responses times rewards per warp
 MAX_WARPS = 8
+COUNTED = 1 << 14  # most responses that _order_kernel sorts
+SORTED = 64  # responses per program of _order_kernel
+SCANNED = 4096  # and ids that it looks at at a time, to see whether they rise
 
 _EQUAL_WITHIN = tl.constexpr(EQUAL_ULPS * torch.finfo(torch.float32).eps)
+_LARGEST = tl.constexpr((1 << 63) - 1)
 _CONFLICT_FLOOR = tl.constexpr(CONFLICT_FLOOR)
 
 
@@ -86,6 +90,55 @@ def _is_dropped(adv_JK, weights_K, snr_threshold, norm_eps, SNR: tl.constexpr):
         ratio_J = tl.abs(tl.sum(parts_JK, 1)) / (tl.sum(tl.abs(parts_JK), 1) + norm_eps)
         dropped_J = dropped_J & (ratio_J < snr_threshold)
     return dropped_J
+
+
+@triton.jit
+def _order_kernel(
+    group_ptr, sorted_ptr, order_ptr, n_responses, B: tl.constexpr, J: tl.constexpr, S: tl.constexpr
+):
+    """Sort the ids, stably: a response's place is the number of smaller ids and of equal ids before it.
+
+    Each program first looks whether all ids rise; then they are in place.
+    """
+    first = tl.program_id(0) * B
+    offs_b = first + tl.arange(0, B)
+    own_B = offs_b < n_responses
+    group_B = tl.load(group_ptr + offs_b, mask=own_B, other=0)
+    falls_S = tl.zeros((S,), tl.int32)
+    for start in tl.range(0, n_responses - 1, S):
+        offs_s = start + tl.arange(0, S)
+        id_S = tl.load(group_ptr + offs_s, mask=offs_s < n_responses - 1, other=0)
+        next_S = tl.load(group_ptr + offs_s + 1, mask=offs_s < n_responses - 1, other=0)
+        falls_S |= (next_S < id_S).to(tl.int32)
+    place_B = offs_b
+    if tl.max(falls_S, 0) > 0:
+        before_BJ = tl.zeros((B, J), tl.int32)
+        for start in tl.range(0, n_responses, J):
+            offs_j = start + tl.arange(0, J)
+            id_J = tl.load(group_ptr + offs_j, mask=offs_j < n_responses, other=_LARGEST)
+            if start < first:
+                before_BJ += (id_J[None, :] <= group_B[:, None]).to(tl.int32)
+            elif start < first + B:
+                equal_BJ = (id_J[None, :] == group_B[:, None]) & (offs_j[None, :] < offs_b[:, None])
+                before_BJ += ((id_J[None, :] < group_B[:, None]) | equal_BJ).to(tl.int32)
+            else:
+                before_BJ += (id_J[None, :] < group_B[:, None]).to(tl.int32)
+        place_B = tl.sum(before_BJ, 1)
+    tl.store(sorted_ptr + place_B, group_B, mask=own_B)
+    tl.store(order_ptr + place_B, offs_b.to(tl.int64), mask=own_B)
+
+
+def _in_order(group_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sorted ids and the row of each."""
+    n_responses = group_R.shape[0]
+    if n_responses > COUNTED:
+        return group_R.sort(stable=True)
+    sorted_R, order_R = torch.empty_like(group_R), torch.empty_like(group_R)
+    _order_kernel[(triton.cdiv(n_responses, SORTED),)](
+        group_R, sorted_R, order_R, n_responses, B=SORTED, J=min(SORTED, 32), S=SCANNED,
+        num_warps=8, num_stages=1, enable_fp_fusion=True,
+    )  # fmt: skip
+    return sorted_R, order_R
 
 
 @triton.jit
@@ -225,7 +278,7 @@ def advantages(
     n_programs = triton.cdiv(n_responses, owned)
     moments_P3 = torch.empty(0 if whiten is None else n_programs, 3, dtype=torch.float64, device=device)
     if n_responses > 0:
-        sorted_R, order_R = group_R.sort(stable=True)
+        sorted_R, order_R = _in_order(group_R.contiguous())
         _runs_kernel[(n_programs,)](
             rewards_RK, *rewards_RK.stride(), sorted_R, order_R,
             rewards_RK if weights_K is None else weights_K, 0 if weights_K is None else weights_K.stride(0),
