@@ -14,7 +14,7 @@ from smopd.kernels.tokens import reverse_weight
 from smopd.kernels.triton.mixture import MAX_CANDIDATES
 from smopd.kernels.triton.row_kernel import row_kernel
 from smopd.kernels.triton.rows import LOG2E
-from smopd.kernels.triton.split_kernel import HEAD, POISON, WORDS, split_kernel
+from smopd.kernels.triton.split_kernel import POISON, WORDS, split_kernel
 from smopd.kernels.triton.target import MAX_SUPPORT, RowTargets, n_slots, row_targets
 from smopd.kernels.triton.terms import COLUMNS, PPO
 from smopd.kernels.types import LossSettings, LossTokens, TokenTerms, loss_target
@@ -29,6 +29,7 @@ _SLOTS = 128  # of a target that one warp compares without spills
 MAX_VOCAB = _MAX_BLOCKS * 16 * _WARP * _MAX_ELEMENTS
 _SPLIT_LANES, _SPLIT_REGISTERS, _SPLIT_PROGRAMS = 128, 128, 4  # programs: per SM
 _SPLIT_VECTORS = 19  # most 16-byte vectors per lane, in 4 registers each
+_SPLIT_AHEAD = 1.5  # programs per SM that start before the one whose part is prefetched
 _SPLIT_REPEATS = 2  # vectors per lane and block
 _SPLIT_SLOTS, _SPLIT_TAIL_SLOTS = 32, 16  # most slots of a target: one warp polls them; with tail
 _MAX_HELD = 8 * _WARP * 16 * 3  # longest row that the row kernel holds in registers
@@ -198,14 +199,16 @@ def _launch(
     ):
         parts, lanes = _parts(n_vocab, consecutive), _SPLIT_LANES
         ready = targets(lanes, _SPLIT_REPEATS, parts.size)
-        n_words = HEAD + n_rows * (parts.n * WORDS + 2 * slots)
+        n_words = n_rows * (parts.n * WORDS + 2 * slots)
         exchange = torch.full((n_words,), POISON.value, dtype=torch.int32, device=logits_NV.device)
+        gpu = torch.cuda.get_device_properties(logits_NV.device) if _NATIVE else None
+        ahead = int(_SPLIT_AHEAD * gpu.multi_processor_count) if gpu is not None and gpu.major >= 9 else 0
         for phase in (0,) if _NATIVE else (1, 2):
             split_kernel[(n_rows * parts.n,)](
                 *inputs, *ready, *columns, terms_CN, clipped_N, exchange, *scalars, **options,
                 R=_SPLIT_REPEATS, L=lanes, PARTS=parts.n, P=triton.next_power_of_2(parts.n), PART=parts.size,
                 BLOCKS=parts.blocks, TAIL_R=parts.last_repeats, WHOLE=parts.whole, PHASE=phase,
-                num_warps=lanes // _WARP, maxnreg=_SPLIT_REGISTERS,
+                AHEAD=ahead, num_warps=lanes // _WARP, maxnreg=_SPLIT_REGISTERS,
             )  # fmt: skip
         return
     warps, elements, most = _configuration(n_vocab, logits_NV.dtype, slots, aligned=aligned)

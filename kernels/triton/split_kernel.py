@@ -3,10 +3,11 @@
 Each program holds its part in registers. Programs exchange statistics and the logits of support and token as
 32-bit words. A word is written once and polled until it differs from POISON, so no memory fence is needed.
 
-No deadlock: a program waits only for programs of its row, and their tickets, drawn at the start, are
-consecutive. A wait ends after PATIENCE polls; missing words are then NaN. A program reads and writes only its
-part, so the gradient may overwrite the logits. PHASE 0 is a single launch. Triton's interpreter runs programs
-one after the other and needs two: 1 up to the exchange, 2 from there.
+No deadlock: a program waits only for the others of its row, which have consecutive numbers. GPUs start the
+programs of a launch by number; CUDA does not promise it, but CUB's scans rely on it, too. A wait ends after
+PATIENCE polls; missing words are then NaN. A program reads and writes only its part, so the gradient may
+overwrite the logits. PHASE 0 is a single launch. Triton's interpreter
+runs programs one after the other and needs two: 1 up to the exchange, 2 from there.
 
 Shapes: as in row_kernel; P is PARTS padded to a power of two.
 """
@@ -42,9 +43,7 @@ from smopd.kernels.triton.terms import (
 
 POISON = tl.constexpr(-1)  # in fp32 a NaN that arithmetic does not produce
 WORDS = 8  # per part: the statistics h, s, w, padded to a 32-byte sector
-HEAD = 32  # words before the first row: a cache line for the ticket
 _WORDS = tl.constexpr(WORDS)
-_HEAD = tl.constexpr(HEAD)
 _SEGMENT_BITS = tl.constexpr(SEGMENT_BITS)
 _BLOCK_MASK = tl.constexpr((1 << SEGMENT_BITS) - 1)
 _QUIET = tl.constexpr(0x7FC00000)  # replaces every NaN
@@ -86,11 +85,11 @@ def _widen_bounded(x, lowest, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _part_stats(
+def _part_top(
     held, skipped_L, scale, BLOCKS: tl.constexpr, R: tl.constexpr, TAIL_R: tl.constexpr,
     L: tl.constexpr, C: tl.constexpr, HOLES: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Return the lanes' statistics (rows.py) of the held blocks: first the maxima, then the sums."""
+    """Return the lanes' exponents h_L (rows.py) of the held blocks."""
     top_L = tl.full((L,), NEG_INF, tl.float32)
     if HOLES:
         for i in tl.static_range(BLOCKS):
@@ -105,8 +104,16 @@ def _part_stats(
             top_L = tl.max(tl.max(tl.reshape(top.to(tl.float32), (R, L, C)), 2), 0)
         x = tl.reshape(held[BLOCKS - 1].to(tl.float32), (TAIL_R, L, C))
         top_L = tl.maximum(top_L, tl.max(tl.max(x, 2), 0))
+    return top_exponent(top_L, scale)
+
+
+@triton.jit
+def _part_sums(
+    held, h_L, skipped_L, scale, BLOCKS: tl.constexpr, R: tl.constexpr, TAIL_R: tl.constexpr,
+    L: tl.constexpr, C: tl.constexpr, HOLES: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Return the lanes' statistics (rows.py) of the held blocks."""
     lowest = LOWEST / scale  # lower logits are raised to this, so that differences are finite
-    h_L = top_exponent(top_L, scale)
     s_L, w_L = tl.zeros((L,), tl.float32), tl.zeros((L,), tl.float32)
     for i in tl.static_range(BLOCKS):
         x = tl.reshape(_widen_bounded(held[i], lowest, NATIVE), (TAIL_R if i == BLOCKS - 1 else R, L, C))
@@ -144,9 +151,9 @@ def _load_part(part_ptr, start, width, SIZE: tl.constexpr, WHOLE: tl.constexpr):
     """Load SIZE elements from start; unless WHOLE, -inf beyond the part."""
     offs = start + tl.arange(0, SIZE)
     if WHOLE:
-        return tl.load(part_ptr + offs, eviction_policy="evict_first")
+        return tl.load(part_ptr + offs)
     else:
-        return tl.load(part_ptr + offs, mask=offs < width, other=NEG_INF, eviction_policy="evict_first")
+        return tl.load(part_ptr + offs, mask=offs < width, other=NEG_INF)
 
 
 @triton.jit
@@ -157,6 +164,25 @@ def _store_part(part_ptr, start, width, x, WHOLE: tl.constexpr):
         tl.store(part_ptr + offs, x, eviction_policy="evict_first")
     else:
         tl.store(part_ptr + offs, x, mask=offs < width, eviction_policy="evict_first")
+
+
+@triton.jit
+def _prefetch_part(
+    logits_ptr, number, n_rows, stride_n,
+    V: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Bring the part of program `number` into the L2 cache, by one instruction of one thread (sm_90 on)."""
+    row = (number // PARTS).to(tl.int64)
+    if row < n_rows:
+        first = number % PARTS * PART
+        address = (logits_ptr + row * stride_n * C + first).to(tl.int64)
+        size: tl.constexpr = logits_ptr.dtype.element_ty.primitive_bitwidth // 8
+        n_bytes = tl.minimum(V - first, PART) * size // 16 * 16
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; mov.u32 $0, %tid.x; setp.eq.u32 p, $0, 0; setp.ne.and.u32 p, $2, 0, p;"
+            " @p cp.async.bulk.prefetch.L2.global [$1], $2; }",
+            "=&r,l,r", [address, n_bytes], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -177,13 +203,15 @@ def split_kernel(
     V: tl.constexpr, K: tl.constexpr, R: tl.constexpr, L: tl.constexpr, C: tl.constexpr,
     PARTS: tl.constexpr, P: tl.constexpr, PART: tl.constexpr, BLOCKS: tl.constexpr, TAIL_R: tl.constexpr,
     WHOLE: tl.constexpr, PHASE: tl.constexpr, CURVED: tl.constexpr, NATIVE: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Compute a part of a row. Arguments as in row_kernel, with one temperature, and:
 
-    exchange: HEAD words (the ticket is the first), WORDS for each part of each row, then for each row K words
-        with the token's logit first and K words with the slots' logits.
+    exchange: WORDS for each part of each row, then for each row K words with the token's logit first and K
+        words with the slots' logits.
     PART: elements of a part (the last may have fewer), in BLOCKS blocks of R L C, the last with TAIL_R
         repeats. The first WHOLE blocks are full in every part.
+    AHEAD: a program prefetches the part of the program so many numbers later; 0: none.
     """
     # One warp polls all words: a barrier in the loop would wait for warps that have left it.
     tl.static_assert((P <= 32) & (K <= 32))
@@ -193,11 +221,8 @@ def split_kernel(
     BLOCK: tl.constexpr = R * L * C
     DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
 
-    ticket = tl.program_id(0)
-    if PHASE == 0:
-        ticket = tl.atomic_add(exchange_ptr, 1, sem="relaxed") + 1  # starts as POISON, -1
-    row = (ticket // PARTS).to(tl.int64)
-    part = ticket % PARTS
+    row = (tl.program_id(0) // PARTS).to(tl.int64)
+    part = tl.program_id(0) % PARTS
     first = part * PART
     width = tl.minimum(V - first, PART)
     row_ptr = logits_ptr + row * stride_logits_n * C
@@ -209,6 +234,8 @@ def split_kernel(
         held = held + (  # noqa: RUF005  (Triton has no star expressions)
             _load_part(part_ptr, i * BLOCK, width, (TAIL_R if i == BLOCKS - 1 else R) * L * C, i < WHOLE),
         )
+    if AHEAD > 0:
+        _prefetch_part(logits_ptr, tl.program_id(0) + AHEAD, n_rows, stride_logits_n, V, C, PARTS, PART)
     token_id = tl.load(token_ids_ptr + row)
     skipped_L = tl.zeros((L,), tl.int32)
     teacher_mass = 0.0
@@ -246,31 +273,31 @@ def split_kernel(
     reverse_adv = column(reverse_adv_ptr, row)
 
     # Publish the logits of token and support, each from its part; part 0 publishes for empty slots.
-    stats_ptr = exchange_ptr + _HEAD + row * (PARTS * _WORDS)
-    picked_ptr = exchange_ptr + _HEAD + n_rows.to(tl.int64) * (PARTS * _WORDS) + row * (2 * K)
+    stats_ptr = exchange_ptr + row * (PARTS * _WORDS)
+    picked_ptr = exchange_ptr + n_rows.to(tl.int64) * (PARTS * _WORDS) + row * (2 * K)
     token_inside = (token_id >= 0) & (token_id < V)
     token = token_id.to(tl.int32)
     token_here = token_inside & (token // PART == part)
-    if PHASE != 2:
-        token_x = tl.load(row_ptr + token, mask=token_here, other=float("nan")).to(tl.float32)
-        tl.atomic_xchg(
-            picked_ptr, _bits(token_x), mask=token_here | ((part == 0) & ~token_inside), sem="relaxed"
-        )
     if TARGET:
         first_K = id_logps_K > NEG_INF
         live_K = logps_K > NEG_INF
         here_K = live_K & (ids_K // PART == part)
         x_K = tl.load(row_ptr + ids_K, mask=here_K, other=NEG_INF).to(tl.float32)
-        if PHASE != 2:
-            speaks_K = here_K | ((part == 0) & ~live_K)
-            tl.atomic_xchg(picked_ptr + K + tl.arange(0, K), _bits(x_K), mask=speaks_K, sem="relaxed")
-
     if PHASE != 2:
+        token_x = tl.load(row_ptr + token, mask=token_here, other=float("nan")).to(tl.float32)
         if HOLES:
             # The rest of the segments that the lanes' sums skip (target.py).
             own_holes_E = tl.where(ids_E // PART == part, holes_E, 0)
             around_E = segments(part_ptr, ids_E % PART, own_holes_E, width, R, L, C, EACH)
-        stats = _part_stats(held, skipped_L, scale, BLOCKS, R, TAIL_R, L, C, HOLES, NATIVE)
+        # The maxima hide the latency of these loads.
+        h_L = _part_top(held, skipped_L, scale, BLOCKS, R, TAIL_R, L, C, HOLES, NATIVE)
+        tl.atomic_xchg(
+            picked_ptr, _bits(token_x), mask=token_here | ((part == 0) & ~token_inside), sem="relaxed"
+        )
+        if TARGET:
+            speaks_K = here_K | ((part == 0) & ~live_K)
+            tl.atomic_xchg(picked_ptr + K + tl.arange(0, K), _bits(x_K), mask=speaks_K, sem="relaxed")
+        stats = _part_sums(held, h_L, skipped_L, scale, BLOCKS, R, TAIL_R, L, C, HOLES, NATIVE)
         if HOLES:
             stats = absorb(around_E, skipped_L, stats, scale, scale, K * EACH // L, L, 1, False, False)
         h, s, w, _, _ = merge_lanes(stats, False)
