@@ -115,7 +115,7 @@ def _has_triton() -> bool:
 
 @functools.cache
 def _module(name: str) -> Any:
-    return importlib.import_module(f"smopd.kernels.{name}")
+    return importlib.import_module(f".{name}", __package__)
 
 
 @functools.cache

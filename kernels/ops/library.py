@@ -13,7 +13,8 @@ from torch import Tensor
 
 from smopd.kernels.types import compute_dtype
 
-_LIBRARY = torch.library.Library("smopd", "FRAGMENT")  # collecting it would unregister the operators
+NAMESPACE = "smopd"
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # collecting it would unregister the operators
 
 
 class Operator:
@@ -26,13 +27,13 @@ class Operator:
             _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
         _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
         self.name, self.n_leaves = name, n_leaves
-        self.call = getattr(torch.ops.smopd, name).default
+        self.call = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     def __call__(self, *arguments: Any) -> Any:
         return self.call(*arguments)
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
-        return torch.library.register_fake(f"smopd::{self.name}", fake, lib=_LIBRARY)
+        return torch.library.register_fake(f"{NAMESPACE}::{self.name}", fake, lib=_LIBRARY)
 
     def register_autograd(
         self, backward: Callable[..., Any], *, setup_context: Callable[[Any, tuple, Any], None]

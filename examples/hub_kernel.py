@@ -1,0 +1,57 @@
+"""Write smopd.ops as a kernel of the Hugging Face hub, in the layout that the package `kernels` loads.
+
+    python -m examples.hub_kernel FOLDER
+    python -c "import kernels, pathlib; print(kernels.get_local_kernel(pathlib.Path('FOLDER')).smopd_loss)"
+
+`hf upload OWNER/smopd-ops FOLDER --repo-type kernel` publishes it. Triton serves GPUs, PyTorch CPUs: the C++
+backend is not part of it. The operators are torch.ops.smopd_DIGEST, beside those of an installed smopd.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from pathlib import Path
+
+from smopd import ops
+
+KERNELS = Path(ops.__file__).with_name("kernels")
+NAME = "smopd-ops"
+BACKENDS = ("cpu", "cuda")
+
+
+def sources() -> dict[str, str]:
+    """Return the text of each file, with relative imports and a namespace of operators of its own."""
+    found = {"__init__.py": Path(ops.__file__).read_text()}
+    for path in sorted(KERNELS.rglob("*.py")):
+        found[path.relative_to(KERNELS).as_posix()] = path.read_text()
+    digest = hashlib.sha256(json.dumps(found).encode()).hexdigest()[:12]
+    for name, text in found.items():
+        here = "." * (name.count("/") + 1)
+        text = re.sub(r"(?m)^(\s*)from smopd\.kernels import", rf"\1from {here} import", text)
+        text = re.sub(r"(?m)^(\s*)from smopd\.kernels\.", rf"\1from {here}", text)
+        found[name] = re.sub(r'(?m)^NAMESPACE = "smopd"$', f'NAMESPACE = "smopd_{digest}"', text)
+    return found | {"digest": digest}
+
+
+def write(folder: Path, version: int = 1) -> None:
+    """Write the kernel's repository, a variant for each backend."""
+    files = sources()
+    identifier = f"{NAME.replace('-', '_')}_{files.pop('digest')}"
+    for backend in BACKENDS:
+        variant = folder / "build" / f"torch-{backend}"
+        for name, text in files.items():
+            path = variant / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        facts = {"id": identifier, "name": NAME, "version": version, "license": "Apache-2.0"}
+        facts |= {"python-depends": [], "backend": {"type": backend}}
+        (variant / "metadata.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: python -m examples.hub_kernel FOLDER; got {sys.argv[1:]}")
+    write(Path(sys.argv[1]))
