@@ -77,12 +77,13 @@ def write_report(path: str | os.PathLike[str], report: Report) -> None:
 
 
 def _best(report: Report) -> dict[str, set[str]]:
-    """Return the runs with the highest value of each column of rewards, to the digits that are shown."""
+    """Return the runs with the highest value of each column, to the digits shown; none if all tie."""
     found = {}
     for column in report.columns:
         values = {row.run: row.values.get(column) for row in report.rows}
         known = {run: round(v, 3) for run, v in values.items() if isinstance(v, float) and math.isfinite(v)}
-        found[column] = {run for run, value in known.items() if value == max(known.values())}
+        least = min(known.values(), default=0.0)
+        found[column] = {run for run, value in known.items() if value == max(known.values()) > least}
     return found
 
 

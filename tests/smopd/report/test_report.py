@@ -77,6 +77,14 @@ def test_report_is_self_contained_and_escapes_everything(tmp_path: Path) -> None
     assert "http:" not in page.source and "https:" not in page.source
 
 
+def test_the_best_of_a_column_is_marked_unless_all_tie(tmp_path: Path) -> None:
+    values = {"x": 1.0, "y": 2.0}
+    rows = [Row(name, name, {"a": value, "b": 1.0, "c": math.nan}) for name, value in values.items()]
+    page = Page(tmp_path / "report.html", Report(title="t", rows=rows, columns=["a", "b", "c"]))
+    assert [cell["data-name"] for tag, cell in page.tags if cell.get("class") == "best"] == ["A"]
+    assert page.source.count("class=best>2.000") == 1
+
+
 def test_report_draws_the_finite_values_of_each_run(tmp_path: Path) -> None:
     key = "reward/a/mean"
     values = {1: 0.0, 2: None, 5: 2.0}
