@@ -15,7 +15,7 @@ from smopd.data.prompts import Demonstration, DemonstrationSet, batch_indices
 from smopd.engine import distributed
 from smopd.engine.files import empty_partial, replace_folder, room_for
 from smopd.engine.imports import resolve
-from smopd.engine.models.loading import stored_dtype
+from smopd.engine.models.loading import load_tokenizer, require_usable, stored_dtype
 from smopd.engine.student.checkpoint import Checkpoints, export
 from smopd.engine.student.optimizers import last_share
 from smopd.engine.student.student import Student
@@ -28,6 +28,8 @@ from smopd.run import build
 from smopd.run.failures import error_context
 from smopd.run.folder import mark_done
 from smopd.step.stop import Stop, Stopped
+
+PROBE = "What is 2 plus 3?\n {a_b}"  # text that tokenizers encode differently
 
 
 def model_path(settings: Settings, folder: Path, name: str) -> str:
@@ -62,11 +64,23 @@ def initial_model(settings: Settings, folder: Path) -> str:
             new = empty_partial(made)
             model.save_pretrained(new)
             tokenizer.save_pretrained(new)
+            _require_as_saved(str(origin.factory), tokenizer, new)
             replace_folder(new, made)
 
     with error_context("model.factory"):
         distributed.on_rank0(make)
     return str(made)
+
+
+def _require_as_saved(factory: str, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Raise ValueError if a saved model cannot be used, or its tokenizer encodes otherwise than before."""
+    saved = load_tokenizer(folder)
+    require_usable(folder, saved)
+    if saved(PROBE)["input_ids"] != tokenizer(PROBE)["input_ids"]:
+        raise ValueError(
+            f"{factory}: AutoTokenizer loads its saved {type(tokenizer).__name__} as {type(saved).__name__}, "
+            f"which gives {PROBE!r} other ids; expected a tokenizer that the model's family does not replace"
+        )
 
 
 def make_base(

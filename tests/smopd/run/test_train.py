@@ -29,6 +29,15 @@ def no_weights(seed, layers):
     model, tokenizer = world_model(seed=seed, layers=layers)
     return model.to("meta"), tokenizer
 
+def other_tokenizer(seed, layers):
+    from smopd.worlds.models import world_model
+    model, tokenizer = world_model(seed=seed, layers=layers)
+    class Twice(type(tokenizer)):
+        def __call__(self, text, **options):
+            return super().__call__(text + text, **options)
+    tokenizer.__class__ = Twice
+    return model, tokenizer
+
 def exits(**options):
     raise SystemExit("enough")
 """
@@ -140,11 +149,13 @@ def test_bad_data_is_named(workplace):
         "null": "model.factory: my_rows:null returned [{",
         "no_tokenizer": "model.factory: my_rows:no_tokenizer returned (Qwen",
         "no_weights": "model.factory: my_rows:no_weights returned a model without weights",
+        "other_tokenizer": "model.factory: my_rows:other_tokenizer: AutoTokenizer loads its saved Twice as ",
         "exits": "code that the recipe names has called sys.exit: enough",
     }.items():
         recipe = recipe_of_one_run(workplace, {"model": {"factory": f"my_rows:{made}"}})
         done = train_here(recipe, "--output", f"out/{made}")
         assert done.returncode == 1 and f"error: {said}" in done.stderr, done.stderr
+        assert not (workplace / f"out/{made}/base/initial").exists(), "the next start calls the factory again"
     done = train_here(write_recipe(workplace), "--teachers.models.0.model", "nowhere", "--output", "third")
     assert "error: teachers.models: model nowhere: cannot be loaded" in done.stderr
     assert not (workplace / "third/base/metrics.jsonl").exists(), "before the warm start"
