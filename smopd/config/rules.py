@@ -68,6 +68,9 @@ def _recipe(settings: Settings) -> Wrong:
         if run.reward_weights is not None and len(run.reward_weights) != len(rewards):
             got = f"got {len(run.reward_weights)} weights"
             yield f"runs.{name}.reward_weights", f"{got}, expected one for each of the rewards {rewards}"
+        alike = len(rewards) > 1 and len({reward.weight for reward in settings.rewards}) == 1
+        if run.stage == "specialize" and run.reward_weights is None and alike:
+            yield f"runs.{name}.reward_weights", "missing; a teacher weighs one reward more: [0.9, 0.1]"
         if shared := [key for key in SHARED if key in run.set]:
             yield f"runs.{name}.set", f"{', '.join(shared)} cannot differ between runs"
         earlier.append(name)

@@ -77,6 +77,10 @@ GATE = "--opd.gate.kind token"
         ("--runs.one.set.name x", "runs.one.set: name cannot differ between runs"),
         ("--runs.one.init two", "runs.one.init: 'two' is no earlier run, expected one of ['base']"),
         ("--runs.one.reward_weights [1]", "runs.one.reward_weights: got 1 weights, expected one for each"),
+        (
+            "--runs.one.reward_weights null --rewards.1.weight 1",
+            "runs.one.reward_weights: missing; a teacher",
+        ),
         ("--rewards.1.name a", "rewards: got the names ['a', 'a'], expected different ones"),
         ("--rewards.1.name truncated", "rewards.1.name: got 'truncated', expected a name without '/', and"),
         ("--loop.steps 99999999999999999999", "loop.steps: got 99999999999999999999, expected integer"),
