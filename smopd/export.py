@@ -84,7 +84,8 @@ def best_step(run: Path, metric: str, kept: list[int]) -> int:
     values = {line["step"]: line[metric] for line in lines if line.get(metric) is not None}
     if not values:
         names = sorted({name for line in lines for name in line})
-        raise ValueError(f"--best: no kept checkpoint has the metric {metric!r}{nearest(metric, names)}")
+        what = f"no kept checkpoint has the metric {metric!r}{nearest(metric, names)}"
+        raise ValueError(f"--best: {what}; evaluation.every puts those of evaluations in them")
     return max(values, key=lambda step: (values[step], step))
 
 
