@@ -36,7 +36,7 @@ job() {
 }
 pytest=("$python" -m pytest -q -rs -p no:cacheprovider)
 bench=("${pytest[@]}" bench)
-small=(--smopd-check --smopd-cases quick -k "triton and not linear and fp32")
+small=(--smopd-check -k "triton and not linear and (smopd_loss and (V32000 or merge) or advantages)")
 loss=smopd_loss-N8192-V151936-M2-kappa16-bf16-triton
 metrics=gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum,lts__t_sector_hit_rate.pct
 metrics+=,smsp__issue_active.avg.pct_of_peak_sustained_active
