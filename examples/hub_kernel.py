@@ -22,8 +22,8 @@ NAME = "smopd-ops"
 BACKENDS = ("cpu", "cuda")
 
 
-def sources() -> dict[str, str]:
-    """Return the text of each file, with relative imports and a namespace of operators of its own."""
+def sources() -> tuple[str, dict[str, str]]:
+    """Return a digest and each file's text, with relative imports and a namespace of operators of its own."""
     found = {"__init__.py": Path(ops.__file__).read_text()}
     for path in sorted(KERNELS.rglob("*.py")):
         found[path.relative_to(KERNELS).as_posix()] = path.read_text()
@@ -33,13 +33,13 @@ def sources() -> dict[str, str]:
         text = re.sub(r"(?m)^(\s*)from smopd\.kernels import", rf"\1from {here} import", text)
         text = re.sub(r"(?m)^(\s*)from smopd\.kernels\.", rf"\1from {here}", text)
         found[name] = re.sub(r'(?m)^NAMESPACE = "smopd"$', f'NAMESPACE = "smopd_{digest}"', text)
-    return found | {"digest": digest}
+    return digest, found
 
 
 def write(folder: Path, version: int = 1) -> None:
     """Write the kernel's repository, a variant for each backend."""
-    files = sources()
-    identifier = f"{NAME.replace('-', '_')}_{files.pop('digest')}"
+    digest, files = sources()
+    identifier = f"{NAME.replace('-', '_')}_{digest}"
     for backend in BACKENDS:
         variant = folder / "build" / f"torch-{backend}"
         for name, text in files.items():

@@ -6,8 +6,8 @@ Each program holds its part in registers. Programs exchange statistics and the l
 No deadlock: a program waits only for the others of its row, which have consecutive numbers. GPUs start the
 programs of a launch by number; CUDA does not promise it, but CUB's scans rely on it, too. A wait ends after
 PATIENCE polls; missing words are then NaN. A program reads and writes only its part, so the gradient may
-overwrite the logits. PHASE 0 is a single launch. Triton's interpreter
-runs programs one after the other and needs two: 1 up to the exchange, 2 from there.
+overwrite the logits. PHASE 0 is a single launch. Triton's interpreter runs programs one after the other and
+needs two: 1 up to the exchange, 2 from there.
 
 Shapes: as in row_kernel; P is PARTS padded to a power of two.
 """
