@@ -8,7 +8,7 @@
 # %% [markdown]
 # # Tutorial
 #
-# Two rewards, two teachers and one student, in about five minutes on two cores. `make tutorial` runs this
+# Two rewards, two teachers and one student, in about seven minutes on two cores. `make tutorial` runs this
 # page as a notebook. You need a clone, and `pip install '.[train,study]'`.
 
 # %%
