@@ -24,11 +24,14 @@ WORLD_CHAT_TEMPLATE = (
 
 
 def world_model(
-    seed: int, *, pieces: Sequence[str] | None = None, **sizes: Any
+    seed: int, *, pieces: Sequence[str] | None = None, vocab_size: int | None = None, **sizes: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Make a Qwen2 model in fp32 with `sizes` whose tokens are pieces of text; None: those of toy_world."""
+    """Make a Qwen2 model in fp32 with `sizes` whose tokens are pieces of text; None: those of toy_world.
+
+    vocab_size: see `qwen2_model`; None is the tokenizer's size.
+    """
     tokenizer = world_tokenizer(toy_world.vocabulary() if pieces is None else pieces)
-    return qwen2_model(seed, tokenizer, len(tokenizer), **sizes), tokenizer
+    return qwen2_model(seed, tokenizer, vocab_size or len(tokenizer), **sizes), tokenizer
 
 
 def world_tokenizer(pieces: Sequence[str]) -> PreTrainedTokenizerFast:

@@ -4,11 +4,14 @@ import hashlib
 import json
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
+from smopd.config.cli import read_settings
 from smopd.rewards.rlla import accuracy_reward, format_reward
 from smopd.worlds import toy_world
 from smopd.worlds.models import world_model
+from tests.ranks import ROOT
 
 DIGESTS = ["87a2a9b7b54d622f", "b9c3532cad9f0845", "18701403d2b76143"]
 
@@ -34,6 +37,13 @@ def test_ground_truths_score_full_marks():
     truths = [row["ground_truth"] for row in rows]
     assert accuracy_reward(truths, truths, ground_truth=truths) == [3.0] * 1000
     assert format_reward(truths, truths, ground_truth=truths) == [1.0] * 1000
+
+
+def test_the_recipe_of_the_benchmark_makes_its_model():
+    with torch.device("meta"):
+        model, tokenizer = world_model(0, **read_settings(f"{ROOT}/bench/training_step.yaml").model.kwargs)
+    assert len(model.lm_head.weight) == 151_936 > len(tokenizer)
+    assert model.num_parameters() == 494_032_768  # Qwen2.5-0.5B's
 
 
 def user(text):
