@@ -30,7 +30,7 @@ SMALL = (
     "--runs.accuracy_teacher.set.loop.steps 1 --runs.format_teacher.set.loop.steps 1 "
     "--loop.prompts_per_step 4 --warm_start.steps 2 --warm_start.source.kwargs.n 128 "
     "--data.train.kwargs.n 16 --data.evaluation.kwargs.n 4 --evaluation.samples 0 "
-    "--runs.smopd.set.merge.guard.prompts 1 --log.token_views 1"
+    "--runs.smopd.set.merge.guard.prompts 1 --log.token_views 1 --processes 1"
 )
 SPEED = SMALL.split() if os.environ.get("SMOPD_TUTORIAL") == "small" else []  # for the tests
 torch.manual_seed(0)
@@ -69,7 +69,7 @@ plt.show()
 # %%
 def train(*words: str) -> None:
     """Run `smopd train quickstart` with these options."""
-    command = [sys.executable, "-m", "smopd.train", "quickstart", "--processes", "1", *words, *SPEED]
+    command = [sys.executable, "-m", "smopd.train", "quickstart", *words, *SPEED]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
