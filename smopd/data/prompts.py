@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import multiprocessing
+import os
 import re
+import signal
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from itertools import islice
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -18,6 +22,7 @@ import numpy as np
 from smopd.data.chat import Content, read_messages, read_tools, render, response_start, template_options
 from smopd.data.sources import Row, checked_row, open_rows
 from smopd.engine.imports import resolve
+from smopd.engine.process import STOP_SIGNALS, die_with_parent
 from smopd.names import REWARD_ARGUMENTS, nearest
 
 if TYPE_CHECKING:
@@ -30,6 +35,9 @@ Overlong: TypeAlias = Literal["drop", "truncate_left", "error"]
 CHARS_PER_TOKEN = 64  # ours: a longer text is over the limit without being tokenized
 ASCII = "".join(map(chr, range(128)))
 CHUNK_ROWS = 1024  # ours: rows tokenized at once
+WORKER_ROWS = 50_000  # ours: fewer are read in the time that a process takes
+MAX_WORKERS = 16  # ours: this process then hashes as fast as they read
+_forked: list[Callable[[range], Checked]] = []
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object in memory, different in each process
 
 
@@ -84,6 +92,17 @@ PromptSet: TypeAlias = RowSet[Prompt]
 DemonstrationSet: TypeAlias = RowSet[Demonstration]
 
 
+class Checked(NamedTuple):
+    """Some rows that were checked: the indices of those kept, how many were not, and what is hashed."""
+
+    kept: array[int]
+    mapped_out: int
+    dropped: int
+    truncated: int
+    columns: tuple[str, ...]
+    content: bytes
+
+
 @dataclass(frozen=True)
 class Encoder:
     """How rows of a source become prompts; the fields are arguments of `load_prompts`."""
@@ -93,6 +112,43 @@ class Encoder:
     prompt_column: str
     max_prompt_tokens: int | None
     template_kwargs: Mapping[str, Any]
+    overlong: Overlong = "drop"
+    completion_column: str | None = None
+
+    def check(self, rows: Sequence[Row | None], part: range) -> Checked:
+        """Check some rows; raises ValueError as `load_prompts`."""
+        limit, kept, columns, content = self.max_prompt_tokens, array("q"), dict[str, None](), list[str]()
+        read = ((index, rows[index]) for index in part)
+        found = [(index, row) for index, row in read if row is not None]
+        for index, row in found:
+            taken = [name for name in REWARD_ARGUMENTS if name in row and name != self.prompt_column]
+            if self.completion_column is not None:
+                _text(row, self.completion_column, self.source, index)
+            elif taken:
+                raise ValueError(
+                    f"{self.source}: row {index}: column {taken[0]!r} has the name of an argument of "
+                    "rewards, expected another name (a map can rename it)"
+                )
+        texts = [self.text(index, row) for index, row in found]
+        dropped = truncated = 0
+        for (index, row), text, count in zip(found, texts, self.counts(texts), strict=True):
+            if limit is not None and count > limit:
+                if self.overlong == "error":
+                    least = "at least " * (len(text) > CHARS_PER_TOKEN * limit)
+                    raise ValueError(
+                        f"{self.source}: row {index}: the prompt has {least}{count} tokens, "
+                        f"expected at most max_prompt_tokens = {limit}"
+                    )
+                if self.overlong == "drop":
+                    dropped += 1
+                    continue
+                truncated += 1
+            kept.append(index)
+            columns |= dict.fromkeys(row)
+            own = {name: _plain(row[name]) for name in row if name != self.prompt_column}
+            content.append(_ADDRESS.sub("", repr((index, text, own))))
+        joined = "".join(content).encode("utf-8", "surrogatepass")
+        return Checked(kept, len(part) - len(found), dropped, truncated, tuple(columns), joined)
 
     def text(self, index: int, row: Row) -> str:
         """Return the row's prompt as text; raise ValueError naming source and row."""
@@ -182,42 +238,21 @@ def load_prompts(
         ValueError: a row is invalid or, for overlong="error", too long; a column has a reserved name; or no
             rows are left. Row numbers count from 0.
     """
-    encoder = Encoder(tokenizer, source, prompt_column, max_prompt_tokens, chat_template_kwargs or {})
+    options = chat_template_kwargs or {}
+    encoder = Encoder(
+        tokenizer, source, prompt_column, max_prompt_tokens, options, overlong, completion_column
+    )
     rows: Sequence[Row | None] = open_rows(source, kwargs=kwargs)
     if map is not None:
         rows = _mapped(rows, source, map)
     kept, digest, columns = array("q"), hashlib.sha256(), dict[str, None]()
     mapped_out = dropped = truncated = 0
-    numbered = enumerate(rows)
-    while chunk := list(islice(numbered, CHUNK_ROWS)):
-        found = [(index, row) for index, row in chunk if row is not None]
-        mapped_out += len(chunk) - len(found)
-        for index, row in found:
-            taken = [name for name in REWARD_ARGUMENTS if name in row and name != prompt_column]
-            if completion_column is not None:
-                _text(row, completion_column, source, index)
-            elif taken:
-                raise ValueError(
-                    f"{source}: row {index}: column {taken[0]!r} has the name of an argument of rewards, "
-                    "expected another name (a map can rename it)"
-                )
-        texts = [encoder.text(index, row) for index, row in found]
-        for (index, row), text, count in zip(found, texts, encoder.counts(texts), strict=True):
-            if max_prompt_tokens is not None and count > max_prompt_tokens:
-                if overlong == "error":
-                    least = "at least " * (len(text) > CHARS_PER_TOKEN * max_prompt_tokens)
-                    raise ValueError(
-                        f"{source}: row {index}: the prompt has {least}{count} tokens, "
-                        f"expected at most max_prompt_tokens = {max_prompt_tokens}"
-                    )
-                if overlong == "drop":
-                    dropped += 1
-                    continue
-                truncated += 1
-            kept.append(index)
-            columns |= dict.fromkeys(row)
-            own = {name: _plain(row[name]) for name in row if name != prompt_column}
-            digest.update(_ADDRESS.sub("", repr((index, text, own))).encode("utf-8", "surrogatepass"))
+    for checked in _in_chunks(partial(encoder.check, rows), len(rows)):
+        kept.extend(checked.kept)
+        mapped_out, dropped = mapped_out + checked.mapped_out, dropped + checked.dropped
+        truncated += checked.truncated
+        columns |= dict.fromkeys(checked.columns)
+        digest.update(checked.content)
     if not rows:
         raise ValueError(f"{source}: the data set is empty")
     if not kept:
@@ -229,6 +264,31 @@ def load_prompts(
     digest.update(repr(prompts[0].token_ids).encode())
     names = tuple(name for name in columns if name != prompt_column)
     return RowSet(prompts, len(rows), mapped_out, dropped, truncated, names, digest.hexdigest())
+
+
+def _in_chunks(check: Callable[[range], Checked], rows: int) -> Iterator[Checked]:
+    """Yield the result of each CHUNK_ROWS rows in order; many rows are shared by forked processes."""
+    parts = [range(begin, min(begin + CHUNK_ROWS, rows)) for begin in range(0, rows, CHUNK_ROWS)]
+    cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    workers = min(cores, rows // WORKER_ROWS, MAX_WORKERS)
+    if workers < 2:
+        yield from map(check, parts)
+        return
+    _forked[:] = [check]  # forked processes have it without pickling
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(workers, fork, _begin_worker, (os.getpid(),)) as pool:
+        yield from pool.map(_check_forked, parts)
+    _forked.clear()
+
+
+def _begin_worker(parent: int) -> None:
+    for number in STOP_SIGNALS:  # the parent's handlers would save a checkpoint
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent(parent)
+
+
+def _check_forked(part: range) -> Checked:
+    return _forked[0](part)
 
 
 def load_demonstrations(

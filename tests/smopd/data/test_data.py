@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import multiprocessing
 import os
 from collections import Counter
 from functools import partial
@@ -16,6 +17,7 @@ from pyarrow import csv, parquet
 from tokenizers.processors import TemplateProcessing
 
 from smopd.config.settings import Settings
+from smopd.data import prompts as prompts_module
 from smopd.data import sources
 from smopd.data.chat import render
 from smopd.data.prompts import Encoder, _plain, batch_indices, load_demonstrations, load_prompts
@@ -294,6 +296,24 @@ def test_overlong_prompts_are_dropped_or_cut_and_counted(write, tokenizer):
     with pytest.raises(ValueError, match="row 1: the prompt has 7 tokens"):
         load_prompts(source, tokenizer, max_prompt_tokens=6, overlong="error")
     assert len(load_prompts(source, tokenizer, max_prompt_tokens=7, overlong="error")) == 3
+
+
+def test_many_rows_are_read_by_several_processes(write, tokenizer, monkeypatch):
+    rows = [{"prompt": "call anna" + " bruno" * (i % 3), "i": i} for i in range(50)]
+    limits = {"max_prompt_tokens": 4, "map": f"{HERE}:odd_ones"}
+    source, wrong = write(rows), write([*rows[:20], {"prompt": 1}, *rows[:9], {"prompt": 2}], "wrong.jsonl")
+    alone = load_prompts(source, tokenizer, **limits)
+    pools, make = [], prompts_module.ProcessPoolExecutor
+    monkeypatch.setattr(prompts_module, "ProcessPoolExecutor", lambda *a: pools.append(make(*a)) or pools[-1])
+    for name, value in {"CHUNK_ROWS": 4, "WORKER_ROWS": 10}.items():
+        monkeypatch.setattr(prompts_module, name, value)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    shared = load_prompts(source, tokenizer, **limits)
+    assert pools[0]._max_workers == 3
+    assert (vars(shared) | {"items": 0}, [*shared]) == (vars(alone) | {"items": 0}, [*alone])
+    with pytest.raises(ValueError, match=r"wrong.jsonl: row 20: column 'prompt' is a int"):
+        load_prompts(wrong, tokenizer)
+    assert len(pools) == 2 and not multiprocessing.active_children()
 
 
 def test_prompts_are_tokenized_on_access_and_a_long_line_not_at_all(write, tokenizer, monkeypatch):
