@@ -221,6 +221,24 @@ def on_rank0(function: Callable[[], T]) -> T:
     return value
 
 
+def once_per_host(function: Callable[[], T]) -> T:
+    """Run `function` on each host's first rank; return its result, or raise an exception, on every rank.
+
+    A collective call.
+    """
+    local, value, error = int(os.environ.get("LOCAL_RANK", "0")), None, None
+    if local == 0:
+        try:
+            value = function()
+        except Exception as raised:
+            error = raised
+    results = gather_objects((value, error))
+    for _, error in results:
+        if error is not None:
+            raise error
+    return results[rank() - local][0]
+
+
 def all_or_raise(function: Callable[[], T], errors: tuple[type[Exception], ...]) -> T:
     """Run `function` on every rank; an exception among `errors` on one rank is raised on all.
 

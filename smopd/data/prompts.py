@@ -220,6 +220,7 @@ def load_prompts(
     kwargs: Mapping[str, Any] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     completion_column: str | None = None,
+    share: Callable[[Callable[[], Checked]], Checked] = lambda check: check(),
 ) -> PromptSet:
     """Check all rows of a source and return their prompts, which are tokenized on access.
 
@@ -233,6 +234,7 @@ def load_prompts(
         overlong: "drop", "truncate_left" to the last max_prompt_tokens, or "error".
         chat_template_kwargs: further arguments of the chat template, such as {"enable_thinking": False}.
         completion_column: of demonstrations, which no reward scores; it must be a text.
+        share: calls the function that checks the rows of files, such as `once_per_host` for all ranks.
     Raises:
         FileNotFoundError: there is no such source.
         ValueError: a row is invalid or, for overlong="error", too long; a column has a reserved name; or no
@@ -245,6 +247,18 @@ def load_prompts(
     rows: Sequence[Row | None] = open_rows(source, kwargs=kwargs)
     if map is not None:
         rows = _mapped(rows, source, map)
+    check = partial(_check_all, encoder, rows)
+    found = check() if isinstance(rows, list) else share(check)  # ranks may make different lists
+    if "tools" in found.columns and "tools" not in str(tokenizer.chat_template):
+        log.warning("%s: rows have tools, which the tokenizer's chat template leaves out", source)
+    prompts = _OnAccess(len(found.kept), lambda i: encoder.prompt(found.kept[i], rows[found.kept[i]] or {}))
+    names = tuple(name for name in found.columns if name != prompt_column)
+    counts = found.mapped_out, found.dropped, found.truncated
+    return RowSet(prompts, len(rows), *counts, names, found.content.hex())
+
+
+def _check_all(encoder: Encoder, rows: Sequence[Row | None]) -> Checked:
+    """Check all rows; `content` is the digest of a `RowSet`. Raises ValueError as `load_prompts`."""
     kept, digest, columns = array("q"), hashlib.sha256(), dict[str, None]()
     mapped_out = dropped = truncated = 0
     for checked in _in_chunks(partial(encoder.check, rows), len(rows)):
@@ -253,24 +267,20 @@ def load_prompts(
         truncated += checked.truncated
         columns |= dict.fromkeys(checked.columns)
         digest.update(checked.content)
+    source, limit = encoder.source, encoder.max_prompt_tokens
     if not rows:
         raise ValueError(f"{source}: the data set is empty")
     if not kept:
-        too_long = f", {dropped} of more than {max_prompt_tokens} tokens" if dropped else ""
+        too_long = f", {dropped} of more than {limit} tokens" if dropped else ""
         raise ValueError(f"{source}: no row of {len(rows)} is left: {mapped_out} left out by map{too_long}")
-    if "tools" in columns and "tools" not in str(tokenizer.chat_template):
-        log.warning("%s: rows have tools, which the tokenizer's chat template leaves out", source)
-    prompts = _OnAccess(len(kept), lambda i: encoder.prompt(kept[i], rows[kept[i]] or {}))
-    digest.update(repr(prompts[0].token_ids).encode())
-    names = tuple(name for name in columns if name != prompt_column)
-    return RowSet(prompts, len(rows), mapped_out, dropped, truncated, names, digest.hexdigest())
+    digest.update(repr(encoder.prompt(kept[0], rows[kept[0]] or {}).token_ids).encode())
+    return Checked(kept, mapped_out, dropped, truncated, tuple(columns), digest.digest())
 
 
 def _in_chunks(check: Callable[[range], Checked], rows: int) -> Iterator[Checked]:
     """Yield the result of each CHUNK_ROWS rows in order; many rows are shared by forked processes."""
     parts = [range(begin, min(begin + CHUNK_ROWS, rows)) for begin in range(0, rows, CHUNK_ROWS)]
-    cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    workers = min(cores, rows // WORKER_ROWS, MAX_WORKERS)
+    workers = min(os.cpu_count() or 1, rows // WORKER_ROWS, MAX_WORKERS)
     if workers < 2:
         yield from map(check, parts)
         return

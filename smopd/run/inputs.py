@@ -33,10 +33,13 @@ class Inputs(NamedTuple):
 
 
 def read_inputs(settings: Settings, tokenizer: PreTrainedTokenizerBase, *, demonstrations: bool) -> Inputs:
-    """Read the recipe's sources. Raises UnusableInput if one is missing, empty or malformed."""
+    """Read the recipe's sources; a collective call.
+
+    Raises UnusableInput if one is missing, empty or malformed.
+    """
     data, warm = settings.data, settings.warm_start
     template: dict[str, Any] = {"prompt_column": data.prompt_column}
-    template["chat_template_kwargs"] = data.chat_template_kwargs
+    template |= {"chat_template_kwargs": data.chat_template_kwargs, "share": distributed.once_per_host}
 
     def prompts(source: Source, longest: int, overlong: Overlong) -> PromptSet:
         own = {**dict(source), **template, "max_prompt_tokens": longest, "overlong": overlong}

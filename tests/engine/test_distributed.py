@@ -54,3 +54,27 @@ def test_who_waits_for_a_rank_that_stands_still_fails_in_time(tmp_path: Path) ->
     ran = on_ranks(2, str(tmp_path / "waits.py"))
     waited = [float(line.split()[1]) for line in ran.stdout.splitlines() if line.startswith("waited")]
     assert len(waited) == 2 and all(0.9 < seconds < HANG_SECONDS for seconds in waited)
+
+
+ONCE = """
+from smopd.engine import distributed
+def number():
+    open("calls", "a").write("called ")
+    return 7
+def fails():
+    raise ValueError("row 3")
+with distributed.process_group():
+    assert distributed.once_per_host(number) == 7
+    try:
+        distributed.once_per_host(fails)
+    except ValueError as error:
+        print(f"raised {error}\\n", end="")
+"""
+
+
+@pytest.mark.slow
+def test_one_rank_of_a_host_reads_for_all(tmp_path: Path) -> None:
+    (tmp_path / "once.py").write_text(ONCE)
+    ran = on_ranks(2, str(tmp_path / "once.py"), cwd=tmp_path)
+    assert ran.stdout.count("raised row 3") == 2, ran.stderr
+    assert (tmp_path / "calls").read_text() == "called "
