@@ -93,12 +93,10 @@ DemonstrationSet: TypeAlias = RowSet[Demonstration]
 
 
 class Checked(NamedTuple):
-    """Some rows that were checked: the indices of those kept, how many were not, and what is hashed."""
+    """Rows that were checked: those kept, how many were mapped out, dropped and truncated, what is hashed."""
 
     kept: array[int]
-    mapped_out: int
-    dropped: int
-    truncated: int
+    counts: tuple[int, int, int]
     columns: tuple[str, ...]
     content: bytes
 
@@ -148,7 +146,7 @@ class Encoder:
             own = {name: _plain(row[name]) for name in row if name != self.prompt_column}
             content.append(_ADDRESS.sub("", repr((index, text, own))))
         joined = "".join(content).encode("utf-8", "surrogatepass")
-        return Checked(kept, len(part) - len(found), dropped, truncated, tuple(columns), joined)
+        return Checked(kept, (len(part) - len(found), dropped, truncated), tuple(columns), joined)
 
     def text(self, index: int, row: Row) -> str:
         """Return the row's prompt as text; raise ValueError naming source and row."""
@@ -253,28 +251,27 @@ def load_prompts(
         log.warning("%s: rows have tools, which the tokenizer's chat template leaves out", source)
     prompts = _OnAccess(len(found.kept), lambda i: encoder.prompt(found.kept[i], rows[found.kept[i]] or {}))
     names = tuple(name for name in found.columns if name != prompt_column)
-    counts = found.mapped_out, found.dropped, found.truncated
-    return RowSet(prompts, len(rows), *counts, names, found.content.hex())
+    return RowSet(prompts, len(rows), *found.counts, names, found.content.hex())
 
 
 def _check_all(encoder: Encoder, rows: Sequence[Row | None]) -> Checked:
     """Check all rows; `content` is the digest of a `RowSet`. Raises ValueError as `load_prompts`."""
-    kept, digest, columns = array("q"), hashlib.sha256(), dict[str, None]()
-    mapped_out = dropped = truncated = 0
+    kept, counts, columns, digest = array("q"), [0, 0, 0], dict[str, None](), hashlib.sha256()
     for checked in _in_chunks(partial(encoder.check, rows), len(rows)):
         kept.extend(checked.kept)
-        mapped_out, dropped = mapped_out + checked.mapped_out, dropped + checked.dropped
-        truncated += checked.truncated
+        counts = [*map(sum, zip(counts, checked.counts, strict=True))]
         columns |= dict.fromkeys(checked.columns)
         digest.update(checked.content)
-    source, limit = encoder.source, encoder.max_prompt_tokens
+    mapped_out, dropped, truncated = counts
     if not rows:
-        raise ValueError(f"{source}: the data set is empty")
+        raise ValueError(f"{encoder.source}: the data set is empty")
     if not kept:
-        too_long = f", {dropped} of more than {limit} tokens" if dropped else ""
-        raise ValueError(f"{source}: no row of {len(rows)} is left: {mapped_out} left out by map{too_long}")
+        why = f"{mapped_out} left out by map"
+        if dropped:
+            why += f", {dropped} of more than {encoder.max_prompt_tokens} tokens"
+        raise ValueError(f"{encoder.source}: no row of {len(rows)} is left: {why}")
     digest.update(repr(encoder.prompt(kept[0], rows[kept[0]] or {}).token_ids).encode())
-    return Checked(kept, mapped_out, dropped, truncated, tuple(columns), digest.digest())
+    return Checked(kept, (mapped_out, dropped, truncated), tuple(columns), digest.digest())
 
 
 def _in_chunks(check: Callable[[range], Checked], rows: int) -> Iterator[Checked]:
@@ -284,14 +281,13 @@ def _in_chunks(check: Callable[[range], Checked], rows: int) -> Iterator[Checked
     if workers < 2:
         yield from map(check, parts)
         return
-    _forked[:] = [check]  # forked processes have it without pickling
-    fork = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, fork, _begin_worker, (os.getpid(),)) as pool:
+    fork = multiprocessing.get_context("fork")  # does not pickle `check`
+    with ProcessPoolExecutor(workers, fork, _begin_worker, (os.getpid(), check)) as pool:
         yield from pool.map(_check_forked, parts)
-    _forked.clear()
 
 
-def _begin_worker(parent: int) -> None:
+def _begin_worker(parent: int, check: Callable[[range], Checked]) -> None:
+    _forked.append(check)
     for number in STOP_SIGNALS:  # the parent's handlers would save a checkpoint
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(parent)
