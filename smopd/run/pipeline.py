@@ -151,8 +151,10 @@ def try_recipe(command: Command) -> int:
                 pool.require_columns(inputs.columns)
                 log_inputs(inputs)
                 build.require_models(settings, plan(settings, command.stage, command.only), tokenizer)
-                try_rewards(pool, settings, tokenizer, inputs.train[0])
+                failed = try_rewards(pool, settings, tokenizer, inputs.train[0])
                 try_model(settings, start, tokenizer, inputs.train[0], device)
+                if failed:
+                    raise UnusableInput(f"rewards: {', '.join(failed)} failed on the first prompt, see above")
         except (Failure, OSError, SystemExit) as error:
             say_error(f"error: {CODE_EXITS * isinstance(error, SystemExit)}{error}")
             return 1

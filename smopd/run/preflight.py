@@ -77,10 +77,10 @@ def require_functions(settings: Settings) -> None:
 
 def try_rewards(
     pool: RewardPool, settings: Settings, tokenizer: PreTrainedTokenizerBase, prompt: Prompt
-) -> None:
+) -> list[str]:
     """Score the prompt's ground truth and an empty answer, and print what they earn; a collective call.
 
-    With an environment they are conversations of one response.
+    With an environment they are conversations of one response. Return the rewards that failed, on rank 0.
     """
     row = prompt.columns.get("reward_model")  # verl's
     columns = {**(row if isinstance(row, Mapping) else {}), **prompt.columns}
@@ -99,7 +99,7 @@ def try_rewards(
     scoring = settings.scoring.model_copy(update={"max_unscorable_share": 1.0})
     scored = Rewarder(pool, tokenizer, scoring).score([prompt] * len(rollouts), rollouts)
     if distributed.rank() != 0:
-        return
+        return []
     for k, name in enumerate(scored.batch.names):
         earned = []
         for answer, value in zip(answers, scored.rewards_RK[:, k].tolist(), strict=True):
@@ -107,6 +107,7 @@ def try_rewards(
         error = scored.batch.last_errors.get(name)
         why = f" ({error.splitlines()[-1]})" if error else ""  # a traceback ends with what was raised
         say(f"reward {name} on the first prompt: {', '.join(earned)}{why}")
+    return list(scored.batch.last_errors)
 
 
 def try_engine(engine: RolloutEngine, student: Student, prompt: Prompt, settings: Settings) -> float:

@@ -138,7 +138,7 @@ def test_a_checkpoint_becomes_a_model_folder(trained, tmp_path, capsys):
         export([str(run), "--output", str(tmp_path / "2")])
 
 
-def test_a_dry_run_tries_the_rewards_and_writes_nothing(trained, monkeypatch, capsys):
+def test_a_dry_run_tries_the_rewards_and_writes_nothing(trained, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(trained)
     before = sorted(trained.rglob("*"))
     assert command(["recipe.yaml", "--output", "new", "--dry-run"]) == 0
@@ -148,4 +148,11 @@ def test_a_dry_run_tries_the_rewards_and_writes_nothing(trained, monkeypatch, ca
     assert float(off) < 1e-4
     assert command(["recipe.yaml", "--output", "new", "--dry-run", "--opd.target", "no_such:function"]) == 1
     assert "opd.target: 'no_such:function'" in capsys.readouterr().err
+    (tmp_path / "raising.py").write_text("def reward(completions, **columns): raise KeyError('no')")
+    monkeypatch.syspath_prepend(tmp_path)
+    raising = ["--rewards.1.function", "raising:reward"]
+    assert command(["recipe.yaml", "--output", "new", "--dry-run", *raising]) == 1
+    out, err = capsys.readouterr()
+    assert "reward accuracy on the first prompt: 3 for" in out and "nats from the trainer's" in out
+    assert err.splitlines()[-1] == "error: rewards: format failed on the first prompt, see above"
     assert sorted(trained.rglob("*")) == before
