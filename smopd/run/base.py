@@ -26,7 +26,7 @@ from smopd.record.files import JsonlLog
 from smopd.record.progress import Progress
 from smopd.run import build
 from smopd.run.failures import error_context
-from smopd.run.folder import mark_done
+from smopd.run.folder import begun_runs, mark_done
 from smopd.step.stop import Stop, Stopped
 
 PROBE = "What is 2 plus 3?\n {a_b}"  # text that tokenizers encode differently
@@ -40,14 +40,17 @@ def model_path(settings: Settings, folder: Path, name: str) -> str:
 
 
 def initial_model(settings: Settings, folder: Path) -> str:
-    """Return the path of the model before any training. A factory builds it in `folder`."""
+    """Return the path of the model before any training.
+
+    A factory builds it in `folder`, again by each command until there is a result.
+    """
     origin = settings.model
     if origin.factory is None:
         return str(origin.path)
     made = folder / "initial"
 
     def make() -> None:
-        if made.exists():
+        if made.exists() and begun_runs(folder.parent, settings):
             return
         factory = resolve(str(origin.factory), dict[str, Any]())
         found = factory(seed=settings.seed, **origin.kwargs)

@@ -48,8 +48,12 @@ FREE = (
 """Settings that change no result except for rounding. They may change when a run resumes."""
 OF_BASE = ("seed", "model.", "warm_start.", "student.", "data.prompt_column")
 """Settings that the base model depends on."""
+UNTRAINED = ("seed", "model.", "warm_start.")
+"""Those of a base model without a warm start."""
 OF_EVALUATION = ("evaluation.", "data.evaluation", "data.max_evaluation_tokens", "rewards.", "rollout.")
 """Settings that the base model's evaluation depends on besides."""
+RESULTS = ("start", "merge.json", "export", "done.json", "evaluation.json")
+"""Files and folders of a run, beside its steps, that other settings would spoil."""
 DIGITS = 12  # ours: of a digest, in messages
 Parts: TypeAlias = Mapping[str, Mapping[str, str]]
 """Setting -> part of the input -> digest; see identity.py."""
@@ -128,7 +132,14 @@ def refuse(folder: Path, what: str, found: Sequence[Change], *, change: bool = F
 
 
 def begun_runs(folder: Path, settings: Settings) -> list[str]:
-    return [name for name in (BASE, *settings.runs) if (folder / name).exists()]
+    """Return the runs, and the base model, with a result: a step, a start, an export or an evaluation."""
+    return [name for name in (BASE, *settings.runs) if _has_result(folder / name)]
+
+
+def _has_result(run: Path) -> bool:
+    log = run / "metrics.jsonl"
+    stepped = (log.exists() and log.stat().st_size > 0) or bool(saved_steps(run / "checkpoints"))
+    return stepped or any((run / name).exists() for name in RESULTS)
 
 
 def changes(folder: Path, settings: Settings) -> list[Change]:
@@ -137,13 +148,15 @@ def changes(folder: Path, settings: Settings) -> list[Change]:
     if not (folder / "config.yaml").exists() or not begun:
         return []
     before, settings = saved_settings(folder), public(settings)
+    warm = before.warm_start is not None and settings.warm_start is not None
     found = []
     for name in begun:
         if name != BASE and name not in before.runs:
             found.append(Change(name, f"runs.{name}", "not in the last recipe", "there"))
         else:
             was, now = settings_of(before, name), settings_of(settings, name)
-            differing = [key for key in sorted({*was, *now}) if was.get(key) != now.get(key)]
+            keys = [key for key in sorted({*was, *now}) if warm or name != BASE or key.startswith(UNTRAINED)]
+            differing = [key for key in keys if was.get(key) != now.get(key)]
             found += [Change(name, key, was.get(key), now.get(key)) for key in differing]
     return found
 

@@ -14,6 +14,7 @@ from smopd.config.recipe import write_yaml
 from smopd.config.settings import Settings
 from smopd.engine.files import empty_partial, replace_folder
 from smopd.run import lease
+from smopd.run.base import initial_model
 from smopd.run.folder import ConfigMismatch, lock_run_dir, write_settings
 from smopd.run.lease import RunDirLocked
 from tests.ranks import environment
@@ -51,7 +52,7 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
 )
 def test_settings_that_cannot_be_read_are_named(tmp_path, content, said):
     (tmp_path / "config.yaml").write_bytes(content)
-    (tmp_path / "student").mkdir()
+    (tmp_path / "student/export").mkdir(parents=True)
     refused = pytest.raises(ConfigMismatch, match=rf"(?s)config\.yaml: .*{said}")
     with refused, lock_run_dir(tmp_path, MADE):
         pass
@@ -62,9 +63,11 @@ def test_settings_may_be_corrected_until_something_is_made_with_them(tmp_path):
     other = MADE.model_copy(update={"seed": MADE.seed + 1})
     with lock_run_dir(tmp_path, MADE):
         write_settings(tmp_path, MADE, dict)
+    (tmp_path / "student/checkpoints").mkdir(parents=True)  # it failed in its first step
+    (tmp_path / "student/metrics.jsonl").touch()
     with lock_run_dir(tmp_path, other):
         write_settings(tmp_path, other, dict)
-    (tmp_path / "student").mkdir()
+    (tmp_path / "student/metrics.jsonl").write_text('{"step": 1}\n')
     refused = pytest.raises(ConfigMismatch, match=f"seed: was {other.seed}, now {MADE.seed}")
     with refused, lock_run_dir(tmp_path, MADE):
         pass
@@ -77,6 +80,24 @@ def test_settings_may_be_corrected_until_something_is_made_with_them(tmp_path):
     )
     refused = pytest.raises(ConfigMismatch, match=r"runs\.student: was 'not in the last recipe'")
     with refused, lock_run_dir(tmp_path, MADE):
+        pass
+
+
+def test_a_model_is_made_again_until_something_is_made_with_it(tmp_path):
+    def of(layers, rate=0.1):
+        model = {"factory": "smopd.worlds.models:world_model", "kwargs": {"layers": layers}}
+        return Settings.model_validate({**SETTINGS, "model": model, "student": {"learning_rate": rate}})
+
+    for layers, found in ((1, 1), (2, 2), (1, 2)):
+        made = Path(initial_model(of(layers), tmp_path / "base"), "config.json")
+        assert f'"num_hidden_layers": {found},' in made.read_text()
+        write_settings(tmp_path, of(layers), dict)
+        if layers == 2:
+            (tmp_path / "base/export").mkdir()
+    with lock_run_dir(tmp_path, of(1, rate=0.5)):  # no warm start has used the rate
+        pass
+    refused = pytest.raises(ConfigMismatch, match=r"output:\n  model.kwargs.layers: was 1, now 2$")
+    with refused, lock_run_dir(tmp_path, of(2, rate=0.5)):
         pass
 
 
