@@ -1,4 +1,4 @@
-"""`python -m examples.plan RECIPE --gpus 8 --gpu-memory 80`: estimate the memory of each run on each GPU.
+"""`python CLONE/examples/plan.py RECIPE --gpus 8`: estimate the memory of each run on each GPU.
 
 Reads model configs and loads no weights. Counts parameters, gradients, AdamW states, KV caches and vLLM
 engines (engine/vllm/memory.py). An update's activations and logits, and models of rewards, come on top: the
@@ -10,11 +10,13 @@ Exit status 0: every run fits; 1: a run does not fit; 2: invalid arguments.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -96,13 +98,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def plan(options: Options, settings: Settings) -> dict[str, list[Need]]:
     """Return the table lines of each run; raise Mistakes."""
-    from smopd.run.failures import UnusableInput
+    from smopd.engine.errors import Failure
 
     found: dict[str, list[Need]] = {}
     for name in options.only or settings.runs:
         try:
             needs = Plan(settings, name, options).needs()
-        except (UnusableInput, ValueError) as error:
+        except (Failure, ValueError) as error:
             raise Mistakes([f"runs.{name}: {next(iter(str(error).splitlines()))}"]) from error
         found[name] = [need for need in needs if any(need.bytes.values())]
     return found
@@ -251,15 +253,16 @@ def _sizes(model: str, setting: str, kwargs: str | None = None) -> Sizes:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from smopd.engine.imports import import_function
+    from smopd.engine.imports import resolve
+    from smopd.engine.models.loading import place_of
     from smopd.engine.models.sizes import numbers_of
     from smopd.run.failures import error_context
 
     with error_context(setting), torch.device("meta"):
         if kwargs is not None:
-            made = import_function(model)(seed=0, **json.loads(kwargs))[0]
+            made = resolve(model, dict[str, Any]())(seed=0, **json.loads(kwargs))[0]
         else:
-            config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(place_of(model), trust_remote_code=False)
             made = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         layers = getattr(made.get_decoder(), "layers", None)
         if layers is None:
@@ -294,4 +297,5 @@ def show(needs: Mapping[str, Sequence[Need]], options: Options) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, os.getcwd())  # for the recipe's functions, as the command smopd does
     sys.exit(main())

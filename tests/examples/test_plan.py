@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from examples.plan import Need, Options, main, plan, totals
 from smopd.config.cli import read_settings
 from smopd.config.settings import merged
+from tests.ranks import ROOT, environment
 from tests.smopd.recipes import write_recipe
 
 CONFIG = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size"
@@ -90,3 +93,14 @@ def test_the_verdict_is_in_plain_text_and_in_the_exit_status(tmp_path: Path, cap
     out = capsys.readouterr().out
     assert "run smopd: " in out and "run gdpo" not in out, "a model that a factory makes"
     assert main(["quickstart", "--only", "smop"]) == 2 and "did you mean smopd" in capsys.readouterr().err
+
+
+def test_paths_and_functions_are_found_as_by_train(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    made = recipe(tmp_path, "1.5B", {"model": {"path": "~/qwen1.5B"}})
+    assert main([made]) == 0
+    (tmp_path / "mine.py").write_text("def make(seed): raise KeyError(seed)")
+    words = [made, "--model.path", "null", "--model.factory", "mine:make"]
+    script = [sys.executable, str(ROOT / "examples/plan.py"), *words]
+    done = subprocess.run(script, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 2 and ": mine:make raised KeyError: 0 (" in done.stderr
