@@ -32,11 +32,12 @@ _HERE = Path(smopd.__file__).parent
 def identity(settings: Settings, inputs: Inputs, initial: str) -> Parts:
     """Return the digests of everything that the settings name. `initial` is the model before any training.
 
-    Rows stand for the functions that make them, and the initial model for its factory.
+    Rows stand for the functions that make them.
     """
     found = {setting: {"rows": digest} for setting, digest in inputs.digests.items()}
     if settings.model.factory is not None:
         found["model.factory"] = model_parts(Path(initial))
+        found["model.factory code"] = code_parts(settings.model.factory.partition(":")[0])
     for setting, value in named(settings):
         is_code = IMPORT_PATH.fullmatch(value)
         if parts := code_parts(value.partition(":")[0]) if is_code else named_model(value):

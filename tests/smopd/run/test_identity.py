@@ -14,7 +14,7 @@ from smopd.engine.files import DamagedFile
 from smopd.export import main as export
 from smopd.record.files import JsonlLog
 from smopd.run import identity
-from smopd.run.folder import compare_inputs
+from smopd.run.folder import ConfigMismatch, compare_inputs
 from smopd.run.inputs import Inputs
 from smopd.worlds.models import world_model
 from tests.smopd.recipes import TINY, train_here, write_recipe
@@ -93,6 +93,25 @@ def test_a_changed_input_is_refused_by_name_and_recorded_with_a_word(tmp_path, c
     assert export(["runs/tiny/distilled", *model]) == 0
     (line,) = (tmp_path / "runs/tiny/distilled/changes.jsonl").read_text().splitlines()
     assert json.loads(line)["setting"] == "rewards.0.function (late)" and json.loads(line)["step"] == 1
+
+
+def test_the_code_of_a_factory_is_compared(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = Settings.model_validate({**SETTINGS, "model": {"factory": "making:make"}})
+    (tmp_path / "making.py").write_text("def make(seed):\n    import sized")
+    (tmp_path / "student/export").mkdir(parents=True)
+
+    def compare(change=False):
+        found = identity.identity(settings, Inputs(RowSet([], 0, digest="1"), None, None), "made")
+        compare_inputs(tmp_path, settings, found, change=change)
+
+    for layers in ("1", "2"):
+        (tmp_path / "sized.py").write_text(f"layers = {layers}")
+        if layers == "2":
+            with pytest.raises(ConfigMismatch, match=r"other inputs.*\n  model.factory code \(sized\): was"):
+                compare()
+        compare(change=True)
+        compare()
 
 
 def test_the_base_of_an_adapter_and_the_commits_of_the_hub_are_compared(tmp_path, monkeypatch):
