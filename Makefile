@@ -1,3 +1,4 @@
+# make install      set up .venv
 # make quickstart   set up .venv and run both stages on this machine
 # make check        set up .venv and run the linter, the type checker and the fast tests: minutes
 # make test         set up .venv and .venv-engines (vLLM for CPUs and DeepSpeed, 3.5 GB) and run the linter, the type
@@ -10,7 +11,7 @@
 #                   third of it, 180 s; DRY_RUN=1 says what it would run. Results go to $OUT, or to bench/results
 # make gpu-wheels   wheels of what steps and peers need beside torch, for a CUDA machine without a network: make gpu
 #                   takes them from build/wheels; GPU_PYTHON=3.12 is that machine's Python
-# The first three do all the set-up and repeat none of it while pyproject.toml, setup.py and csrc/ stay as they are.
+# The first four do all the set-up and repeat none of it while pyproject.toml, setup.py and csrc/ stay as they are.
 # They need Python >= 3.10 (PYTHON=python3.12 chooses one), a C++ compiler and make. Options for pip go in PIP_ARGS.
 # They install the versions of constraints/tested.txt; CONSTRAINTS= leaves that open. The package index has torch for
 # CUDA alone: its builds for CPUs are at TORCH_CPU_INDEX, which is asked first on a machine without an NVIDIA driver
@@ -50,10 +51,10 @@ ifneq ($(wildcard ../shared/data/.),)
 export SMOPD_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: help docs tutorial quickstart check test test-fast test-core test-engines test-verl test-newest lint style types gpu gpu-wheels clean
+.PHONY: help docs tutorial install quickstart check test test-fast test-core test-engines test-verl test-newest lint style types gpu gpu-wheels clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -16
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -18
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -78,6 +79,8 @@ $(VENV)/.installed-test: $(SOURCES) $(VENV)/.torch
 	$(call install_tests,$(VENV),$(TESTED))
 	@$(BUILT)
 	@touch $@ $(VENV)/.installed
+
+install: $(VENV)/.installed
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m smopd.train

@@ -75,6 +75,14 @@ def test_every_command_parses(tmp_path, monkeypatch):
             pytest.fail(f"{page}: smopd {command} {shlex.join(words)}: {end}")
 
 
+def test_the_targets_of_make_that_pages_name_exist():
+    makefile, contributing = ((ROOT / name).read_text() for name in ("Makefile", "CONTRIBUTING.md"))
+    pages = "\n".join([*(page.read_text() for page in PAGES), contributing])
+    named = {*re.findall(r"^make ([a-z-]+)  |`make ([a-z-]+)`", pages, re.MULTILINE)}
+    (phony,) = re.findall(r"^\.PHONY: (.*)", makefile, re.MULTILINE)
+    assert {"install", "test-verl"} <= {first or second for first, second in named} <= {*phony.split()}
+
+
 def test_the_operations_run_and_the_rewards_score():
     rewards, operations = re.findall(r"```python\n(.*?)```", PAGES[0].read_text(), re.DOTALL)
     names: dict[str, Any] = {}
