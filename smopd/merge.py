@@ -10,6 +10,7 @@ from smopd import extra  # noqa: F401 reports missing packages
 # isort: split
 import tyro
 
+from smopd.record.progress import say_error
 from smopd.run.failures import one_line
 
 
@@ -53,9 +54,11 @@ def merge(
     if output.exists():
         raise ValueError(f"--output: {output} exists, expected a new folder")
 
+    from smopd.engine.models.loading import load_tokenizer
     from smopd.engine.student.checkpoint import require_whole
     from smopd.engine.weights.adapters import read_adapter
     from smopd.merging.vectors import Part, TaskVectors
+    from smopd.run.build import require_tokenizer
 
     adapters = [found for path in models if (found := read_adapter(path)) is not None]
     base = base or (adapters[0].base if adapters else None)
@@ -64,6 +67,12 @@ def merge(
     for path in (base, *models):
         require_whole(Path(path))
     vectors = TaskVectors(base, models)
+    try:
+        tokenizer = load_tokenizer(base)
+        for path in models:
+            require_tokenizer(tokenizer, path, f"the base {base}")
+    except (OSError, ValueError) as error:  # a model may have renamed reserved tokens, or the base have none
+        say_error(f"warning: {error}")
     for pattern in filter(None, exclude):
         if not any(re.search(pattern, name) for name in vectors.base.shapes):
             raise ValueError(f"--exclude: {pattern!r} matches no tensor of {base}")

@@ -5,6 +5,7 @@ Task arithmetic (arXiv 2212.04089), with the trim of TIES (arXiv 2306.01708) if 
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,20 +13,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby, permutations
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig
+from transformers.utils import CONFIG_NAME
 
 from smopd.engine import distributed
-from smopd.engine.models.loading import place_of
+from smopd.engine.models.loading import custom_code, place_of
 from smopd.engine.student.checkpoint import whole_folder
 from smopd.engine.weights.adapters import PREFIX, Adapter, read_adapter, same_place
 from smopd.engine.weights.architecture import architecture_of, tensor, weight_files
 from smopd.engine.weights.transport import on_cpu
 
+log = logging.getLogger(__name__)
+NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+CONFIG = ("model_type", "hidden_act", "num_attention_heads", "num_key_value_heads", "head_dim", *NORM_EPS)
+"""Entries of configs that models with a common base share, besides RoPE's theta."""
 NOT_COPIED = ("*.safetensors", "*.bin*", "manifest.*", "adapter", "optimizer*", "training_args*")
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 UNPLAIN = ("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")  # read_adapter refuses others
@@ -50,8 +58,8 @@ class Part:
 class TaskVectors:
     """Models and their common base: folders or hub ids with safetensors files; also folders of LoRA adapters.
 
-    Raise FileNotFoundError, or ValueError if a model's tensors differ from the base's in name or shape, or an
-    adapter has another base or is not plain LoRA.
+    Raise FileNotFoundError, or ValueError if a model's tensors differ from the base's in name or shape, its
+    config in an entry of CONFIG or RoPE's theta, or an adapter has another base or is not plain LoRA.
     """
 
     def __init__(self, base: str, models: Sequence[str], device: torch.device | str = "cpu"):
@@ -163,6 +171,33 @@ class ModelFiles:
                 raise ValueError(f"{self.path}: has the tensor {name}, which the base {base.path} lacks")
             if not torch.equal(self.read(name), self.read(tied[name])):
                 raise ValueError(f"{self.path}: {name} differs from {tied[name]}, but the base ties them")
+        ours, theirs = self.config(), base.config()
+        for entry in sorted(ours.keys() & theirs.keys()):
+            if ours[entry] != theirs[entry]:
+                text = f"{entry} is {ours[entry]!r}, {theirs[entry]!r} in that of the base {base.path}"
+                if entry not in NORM_EPS:  # which bases have corrected later
+                    raise ValueError(f"{self.path}: in its config, {text}")
+                log.warning("%s: in its config, %s", self.path, text)
+        matrices = [name for name, shape in base.shapes.items() if len(shape) > 1]
+        for name in matrices[len(matrices) // 2 :][:1]:  # of models trained apart, any shows it
+            stored = base.read(name)
+            changed = self.read(name).float() - stored.float()
+            if stored.is_floating_point() and stored.float().norm() < changed.norm():
+                text = "%s: %s differs from that of %s by more than its size; is this the model's base?"
+                log.warning(text, self.path, name, base.path)
+
+    def config(self) -> dict[str, Any]:
+        """Return the entries of CONFIG and RoPE's theta that the model has."""
+        if not (self.folder / CONFIG_NAME).is_file():
+            return {}
+        with reading(self.path):
+            config = AutoConfig.from_pretrained(str(self.folder), **custom_code()).get_text_config()
+        found = {name: getattr(config, name, None) for name in CONFIG}
+        rope = getattr(config, "rope_parameters", None) or {}  # of the model, or by kind of layer
+        for kind, each in {"": rope, **rope}.items():
+            if isinstance(each, dict):
+                found[f"{kind} rope_theta".strip()] = each.get("rope_theta")
+        return {name: value for name, value in found.items() if value is not None}
 
 
 class Lora:

@@ -142,8 +142,8 @@ def require_models(settings: Settings, runs: list[PlannedRun], tokenizer: PreTra
                 require_tokenizer(tokenizer, name)
 
 
-def require_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Raise ValueError if the model or adapter at `path` has another tokenizer than the student.
+def require_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str, owner: str = "the student") -> None:
+    """Raise ValueError if the model or adapter at `path` has another tokenizer than its owner.
 
     Extra tokens in one of them are allowed: models of one family differ in their special tokens.
     """
@@ -151,20 +151,20 @@ def require_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     try:
         other = load_tokenizer(adapter.base if adapter else path)
     except (OSError, ValueError) as error:
-        log.warning("%s: cannot read its tokenizer, assuming the student's (%s)", path, error)
+        log.warning("%s: cannot read its tokenizer, assuming that of %s (%s)", path, owner, error)
         return
     ours, theirs = tokenizer.get_vocab(), other.get_vocab()
     tokens = {token_id: token for token, token_id in theirs.items()}
     for token, token_id in ours.items():
         if theirs.get(token, token_id) != token_id or tokens.get(token_id, token) != token:
             raise ValueError(
-                f"{path} has another tokenizer than the student: {token!r} has the id {theirs.get(token)}, "
+                f"{path} has another tokenizer than {owner}: {token!r} has the id {theirs.get(token)}, "
                 f"{token_id} is {tokens.get(token_id)!r}, expected {token!r} at {token_id}"
             )
     found, expected = (each.encode(PROBE_TEXT, add_special_tokens=False) for each in (other, tokenizer))
     if found != expected:
         raise ValueError(
-            f"{path} has another tokenizer than the student: it reads {PROBE_TEXT!r} as {found}, "
+            f"{path} has another tokenizer than {owner}: it reads {PROBE_TEXT!r} as {found}, "
             f"expected {expected}"
         )
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from smopd.merge import main as merge
 from smopd.merging.vectors import Part, TaskVectors, trimmed
+from smopd.worlds.models import world_tokenizer
 from tests.engine.tiny import tiny_model
 
 PARTS = [
@@ -227,3 +228,26 @@ def test_models_of_other_tensors_are_named(tmp_path: Path) -> None:
     file.write_bytes(b"no tensors")
     with pytest.raises(ValueError, match=r"model2: cannot be read \("):
         TaskVectors(paths[0], paths[1:])
+
+
+def test_a_model_of_another_base_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, one, _ = saved(tmp_path)
+    file, config = Path(one) / "model.safetensors", Path(one) / "config.json"
+    stored = load_file(f"{base}/model.safetensors")
+    for change, said in ((0.5, ""), (-1.5, "is this the model's base?")):
+        save_file({name: value * (1 + change) for name, value in stored.items()}, file)
+        TaskVectors(base, [one])
+        assert said in caplog.text and bool(said) == bool(caplog.text)
+    text = config.read_text()
+    for entry, value in (("hidden_act", '"relu"'), ("rope_theta", 7.0), ("num_attention_heads", 4)):
+        config.write_text(re.sub(rf'("{entry}": )[^,\n]+', rf"\g<1>{value}", text))
+        with pytest.raises(ValueError, match=rf"model1: in its config, {entry} is .*{base}"):
+            TaskVectors(base, [one])
+    config.write_text(re.sub("1e-06", "1e-05", text))
+    for path, words in ((base, ["yes", "no"]), (one, ["no", "yes"])):
+        world_tokenizer(words).save_pretrained(path)
+    assert merge([one, "--base", base, "--output", str(tmp_path / "out")]) == 0
+    assert "rms_norm_eps is 1e-05, 1e-06 in that of the base" in caplog.text
+    assert "warning: " in (err := capsys.readouterr().err) and "model1 has another tokenizer" in err
