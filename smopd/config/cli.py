@@ -48,7 +48,7 @@ class Options(Selection):
     change: bool = False
     """Resume runs with other settings or inputs. Each change is recorded in the run folder."""
     dry_run: bool = False
-    """Print the plan, call every reward once if the model is on this machine, then exit."""
+    """Print the plan, call every reward once if the model is on this machine, exit with 1 if one fails."""
     show_settings: bool = False
     """With --dry-run: print all settings as YAML instead of calling the rewards."""
     list: bool = False
