@@ -9,8 +9,9 @@
 # make tutorial     run examples/tutorial.py as a notebook, in about seven minutes, for the site
 # make gpu          on a CUDA machine with torch, triton and pytest: is it right, and how fast. PART=1, 2 or 3 runs a
 #                   third of it, 180 s; DRY_RUN=1 says what it would run. Results go to $OUT, or to bench/results
-# make gpu-wheels   wheels of what steps and peers need beside torch, for a CUDA machine without a network: make gpu
-#                   takes them from build/wheels; GPU_PYTHON=3.12 is that machine's Python
+# make gpu-wheels   for a CUDA machine without a network: wheels of what steps and peers need beside torch, and the
+#                   compiled kernels, which make gpu takes from build/. GPU_PYTHON=3.12 is that machine's Python;
+#                   kernels need a PYTHON like it, with the same Triton
 # The first four do all the set-up and repeat none of it while pyproject.toml, setup.py and csrc/ stay as they are.
 # They need Python >= 3.10 (PYTHON=python3.12 chooses one), a C++ compiler and make. Options for pip go in PIP_ARGS.
 # They install the versions of constraints/tested.txt; CONSTRAINTS= leaves that open. The package index has torch for
@@ -54,7 +55,7 @@ endif
 .PHONY: help docs tutorial install quickstart check test test-fast test-core test-engines test-verl test-newest lint style types gpu gpu-wheels clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -18
+	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -175,12 +176,16 @@ test-verl: $(VERL_VENV)/.installed $(VERL_SOURCE)
 		$(VERL_VENV)/bin/python -m pytest -rs tests/integrations/test_verl*.py
 
 GPU_PYTHON ?= 3.12
+GPU_SM ?= sm_90
 GPU_WHEELS := annotated-types cut-cross-entropy datasets dill docstring-parser liger-kernel multiprocess platformdirs \
 	pooch pydantic pydantic-core trl typeguard typing-inspection tyro
 
 gpu-wheels:
 	$(PYTHON) -m pip download -q --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) --implementation cp \
 		$(patsubst %,--platform manylinux_%_x86_64,2_28 2_27 2_17) $(TESTED) -d build/wheels $(GPU_WHEELS)
+	@if $(PYTHON) -c 'import sys, triton; sys.exit(f"{sys.version_info[0]}.{sys.version_info[1]}" != "$(GPU_PYTHON)")'; \
+	then TRITON_CACHE_DIR=$(CURDIR)/build/triton $(PYTHON) -m tests.kernels.offline --all --only $(GPU_SM); \
+	else echo "no kernels: PYTHON is no Python $(GPU_PYTHON) with torch and that machine's Triton"; fi
 
 gpu:
 	failed=0; for part in $(or $(PART),1 2 3); do PYTHON=$(PYTHON) bench/gpu/run.sh $$part || failed=1; done; exit $$failed

@@ -18,6 +18,7 @@ if [ -d build/wheels ] && [ -z "${DRY_RUN:-}" ]; then # of make gpu-wheels
     "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" build/wheels/*.whl || exit 1
     export PYTHONPATH=$site:${PYTHONPATH:-}
 fi
+[ -d build/triton ] && export TRITON_CACHE_DIR=$PWD/build/triton # of make gpu-wheels, too
 ends=$((SECONDS + 180))
 failed=0
 
