@@ -40,8 +40,8 @@ class DeepSpeedZero:
         if settings.compute_dtype != "float32":
             trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
             masters = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in trained]
-        with _environment("LOCAL_RANK", "0"):
-            self.engine, *_ = deepspeed.initialize(model=policy, optimizer=self.optimizer, config=config)
+        os.environ.setdefault("LOCAL_RANK", "0")  # ZeRO-3 reads it in each forward pass
+        self.engine, *_ = deepspeed.initialize(model=policy, optimizer=self.optimizer, config=config)
         for parameter, master in masters:
             deepspeed.utils.safe_set_full_fp32_param(parameter, master.to(device))
         if stage == 3:  # the root's forward uses the head's weight, which belongs to another module

@@ -13,6 +13,7 @@ import torch
 from smopd.engine.settings import TrainSettings
 from smopd.engine.student.deepspeed import configuration
 from tests.engine.student.training import on_two_ranks
+from tests.ranks import on_ranks
 
 CPU = torch.device("cpu")
 
@@ -21,6 +22,24 @@ def test_both_stages_on_two_ranks(tmp_path):
     pytest.importorskip("deepspeed")
     said = on_two_ranks(tmp_path, "zero2", "zero3")
     assert "[INFO]" not in said, "DeepSpeed's own log stays out of ours"
+
+
+ALONE = """
+from smopd.engine import distributed
+from tests.engine.student.training import advance, equal, make_student, parameters
+with distributed.process_group() as device:
+    student = make_student(device, strategy="deepspeed", zero_stage=3)
+    before = parameters(student)
+    advance(student, range(1))
+    assert not equal(before, parameters(student))
+"""
+
+
+def test_zero_3_trains_in_one_process(tmp_path):
+    pytest.importorskip("deepspeed")
+    (tmp_path / "alone.py").write_text(ALONE)
+    done = on_ranks(1, str(tmp_path / "alone.py"))
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def settings(**options) -> TrainSettings:
