@@ -1,4 +1,4 @@
-"""Write smopd.ops as a kernel of the Hugging Face hub, in the layout that the package `kernels` loads.
+"""Write smopd.ops as a kernel of the Hugging Face hub, in the layout that `pip install kernels` loads.
 
     python -m examples.hub_kernel FOLDER
     python -c "import kernels, pathlib; print(kernels.get_local_kernel(pathlib.Path('FOLDER')).smopd_loss)"
