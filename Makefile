@@ -6,7 +6,7 @@
 # make test-verl    the same for the verl integration, in .venv-verl (2 GB): verl needs an older transformers
 # make test-newest  the tests that need no engine, in .venv-newest, with the newest versions that our bounds admit
 # make docs         build the site in build/site
-# make tutorial     run examples/tutorial.py as a notebook, in about seven minutes, for the site
+# make tutorial     run examples/tutorial.py as a notebook, in about five minutes, for the site
 # make gpu          on a CUDA machine with torch, triton and pytest: is it right, and how fast. PART=1, 2 or 3 runs a
 #                   third of it, 180 s; DRY_RUN=1 says what it would run. Results go to $OUT, or to bench/results
 # make gpu-wheels   for a CUDA machine without a network: wheels of what steps and peers need beside torch, and the
