@@ -1,11 +1,16 @@
-"""The launch template of Slurm: a warned job is queued again."""
+"""The launch templates and GitHub's workflows: they are read, and their commands are called or dry-run."""
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
+from importlib.metadata import metadata
+from typing import Any
 
 import pytest
+import yaml
 
 from tests.ranks import ROOT
 
@@ -28,3 +33,38 @@ def test_slurm_job(tmp_path, status, again):
     assert done.returncode == (0 if again else status)
     calls = (tmp_path / "calls").read_text().splitlines()
     assert calls == ["3 1 16 host0:20007 -m smopd.train mine.yaml --name a b", *again]
+
+
+def read(path: str) -> Any:
+    return yaml.safe_load((ROOT / path).read_text())
+
+
+@pytest.mark.parametrize("name", ["check", "test", "wheels"])
+def test_the_targets_of_a_workflow_exist(name):
+    jobs = read(f".github/workflows/{name}.yml")["jobs"].values()
+    commands = [shlex.split(step["run"]) for job in jobs for step in job["steps"] if "run" in step]
+    assert commands
+    for program, *words in commands:
+        if program == "make":
+            subprocess.run([program, "-n", *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_the_jobs_of_kubernetes_and_skypilot_train(tmp_path):
+    (tmp_path / "torchrun").write_text('#!/bin/bash\necho "$@"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    pod = read("examples/launch/k8s-job.yaml")["spec"]["template"]["spec"]["containers"][0]
+    sky = read("examples/launch/skypilot.yaml")
+    nodes = {"NUM_NODES": "1", "NODE_RANK": "0", "NUM_GPUS_PER_NODE": "8", "NODE_IPS": "10.0.0.1"}
+    own = {f"SKYPILOT_{name}": value for name, value in nodes.items()} | sky["envs"]
+    own |= {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for words in ([*pod["command"], *pod["args"]], ["bash", "-eu", "-c", sky["run"]]):
+        said = subprocess.run(words, env=own, capture_output=True, text=True, check=True).stdout
+        launch, _, command = said.partition(" -m smopd.train ")
+        assert "--nproc-per-node 8" in launch and re.fullmatch(r"\S+ --output /runs/\S+\n", command)
+
+
+def test_images_install_extras_that_exist():
+    extras = set(metadata("smopd").get_all("Provides-Extra") or ())
+    for name in ("Dockerfile", "Dockerfile.cpu"):
+        asked = re.findall(r"smopd\[([\w,]+)\]", (ROOT / "examples/launch" / name).read_text())
+        assert asked and {extra for each in asked for extra in each.split(",")} <= extras
