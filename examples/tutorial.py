@@ -32,8 +32,8 @@ SMALL = (
     "--data.train.kwargs.n 16 --data.evaluation.kwargs.n 4 --evaluation.samples 0 "
     "--runs.smopd.set.merge.guard.prompts 1 --log.token_views 1 --processes 1"
 )
-SMALLER = ["--loop.steps", "60"]  # of runs without teachers
-SPEED = SMALL.split() if os.environ.get("SMOPD_TUTORIAL") == "small" else SMALLER  # small: for the tests
+SHORT = ["--loop.steps", "60"]  # runs without teachers
+SPEED = SMALL.split() if os.environ.get("SMOPD_TUTORIAL") == "small" else SHORT  # small: for the tests
 torch.manual_seed(0)
 
 # %% [markdown]
