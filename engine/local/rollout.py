@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import StaticLayer
+from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from smopd.engine.errors import UnusableModel
 from smopd.engine.models import attention, paths
@@ -45,7 +45,7 @@ ALIGNED = 16  # positions (ours): torch's kernels copy masks whose rows are not 
 class Begun(NamedTuple):
     """The state after reading prompts: one row for each response, but one for each prompt in the cache."""
 
-    cache: DynamicCache
+    cache: Cache
     logits_RV: Tensor
     seen_RL: Tensor
     """False at padding of the prompt."""
@@ -188,7 +188,7 @@ class LocalRollout:
         causal = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
         own = torch.eye(longest, dtype=torch.bool, device=device)
         mask = (causal & real[:, None, None, :]) | own
-        cache = DynamicCache()  # without a config, layers with windows keep all positions for the mask
+        cache = Cache(layer_class_to_replicate=GrowingLayer)  # without windows: the masks have them
         masks = attention.layer_masks(self.model, mask, position, position)
         logits = self.forward(ids, masks, position, cache)
         keys_R = torch.tensor(groups, device=device).repeat_interleave(n)
@@ -254,6 +254,35 @@ class LocalRollout:
     def forward(self, ids: Tensor, mask: Any, position: Tensor, cache: Cache) -> Tensor:
         options: dict[str, Any] = {cache_argument(self.model): cache, "use_cache": True, "logits_to_keep": 1}
         return self.model(input_ids=ids, attention_mask=mask, position_ids=position, **options).logits[:, -1]
+
+
+class GrowingLayer(DynamicLayer):
+    """A layer's keys and values, (R, K, L, d), with room behind them, so that a token is written in place."""
+
+    is_initialized: bool
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.dtype, self.device = key_states.dtype, key_states.device
+            self.is_initialized = True
+            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        self.keys, self.values = _appended(self.keys, key_states), _appended(self.values, value_states)
+        return self.keys, self.values
+
+
+def _appended(x: Tensor, more: Tensor) -> Tensor:
+    """Return x, (R, K, L, d), followed by `more`: in the memory of x if this has room."""
+    n_rows, n_heads, length, size = x.shape
+    total = length + more.shape[2]
+    if length == 0 or x.stride(1) < total * size:
+        roomy = x.new_empty(n_rows, n_heads, total + BLOCK, size)
+        roomy[:, :, :length] = x
+        x = roomy
+    whole = x.as_strided((n_rows, n_heads, total, size), x.stride())
+    whole[:, :, length:] = more
+    return whole
 
 
 class Slots(StaticLayer):
