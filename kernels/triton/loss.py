@@ -20,6 +20,8 @@ from smopd.kernels.triton.terms import COLUMNS, PPO
 from smopd.kernels.types import LossSettings, LossTokens, TokenTerms, loss_target
 
 _NATIVE = isinstance(row_kernel, JITFunction)  # else it runs in Triton's interpreter
+# The key of a kernel in Triton's cache depends on which of the two is hashed first.
+_KEYS = [kernel.cache_key for kernel in (row_kernel, split_kernel)] if _NATIVE else []
 _WARP = 32
 _REGISTERS = 1 << 16  # of an SM; maxnreg keeps ptxas from spilling to fit one more program
 _VECTOR_BYTES = 16

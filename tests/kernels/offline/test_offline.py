@@ -27,3 +27,18 @@ def test_everything_that_ships_compiles_and_holds(repository_root: Path, tmp_pat
         command, cwd=repository_root, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS
     )
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+
+
+KEYS = "from smopd.kernels.triton import loss; print(loss.{}.cache_key, loss.{}.cache_key)"
+
+
+def test_a_kernels_key_in_the_cache_does_not_depend_on_what_is_asked_first() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    first, second = (
+        subprocess.run(
+            [sys.executable, "-c", KEYS.format(*names)], env=environment, capture_output=True, text=True
+        ).stdout.split()
+        for names in (("row_kernel", "split_kernel"), ("split_kernel", "row_kernel"))
+    )
+    assert len(set(first)) == 2
+    assert first == second[::-1]
