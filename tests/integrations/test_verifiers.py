@@ -66,7 +66,12 @@ def answers(name: str, row: dict, *texts: str) -> list:
     """Return what the environment answers to each text, in a worker's host."""
     host, loop = EnvironmentHost("verifiers", {"name": name}, 10.0), asyncio.new_event_loop()
     found = [host.reply(loop, True, {0: row})]
-    return [each for (each,) in found + [host.reply(loop, False, {0: said(text)}) for text in texts]]
+    found += [host.reply(loop, False, {0: said(text)}) for text in texts]
+    for rollout in asyncio.all_tasks(loop):  # or the garbage collector ends it, at any time
+        rollout.cancel()
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    return [each for (each,) in found]
 
 
 def said(text: str) -> dict[str, str]:
