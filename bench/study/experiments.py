@@ -23,6 +23,8 @@ class Experiment:
     """Name -> settings as on the command line of smopd.train."""
     baseline: str = "gdpo"
     """The run that others are compared with."""
+    teachers: str | None = None
+    """An experiment whose runs of the same seed, one a reward, are the teachers."""
 
     @property
     def path(self) -> Path:
@@ -40,5 +42,7 @@ EXPERIMENTS = {
     ),
     "conflict": Experiment("conflict"),
     "merging_snips": Experiment("merging_snips", baseline="sequential"),
+    "wide_teachers": Experiment("wide_teachers", baseline="format_teacher"),
+    "wide_students": Experiment("wide_students", baseline="batch_balanced", teachers="wide_teachers"),
     "ablations": Experiment("ablations", baseline="smopd_paper"),
 }

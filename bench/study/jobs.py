@@ -5,13 +5,14 @@ A finished job leaves a small file with its numbers and is not run again. An int
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.study.experiments import EXPERIMENTS
@@ -45,7 +46,12 @@ class Job:
     def command(self) -> list[str]:
         experiment = EXPERIMENTS[self.experiment]
         where = ["--seed", str(self.seed), "--output", str(self.folder)]
-        settings = experiment.variants[self.variant]
+        settings = [*experiment.variants[self.variant]]
+        if experiment.teachers:
+            runs = replace(self, experiment=experiment.teachers).folder
+            exports = {each: str(runs / f"{each}_teacher" / "export") for each in ("accuracy", "format")}
+            models = [{"model": export, "reward": each} for each, export in exports.items()]
+            settings += ["--teachers.models", json.dumps(models)]
         return [sys.executable, "-m", "smopd.train", str(experiment.path), *where, *settings]
 
     @property
@@ -70,10 +76,14 @@ def jobs(experiments: Sequence[str], seeds: Sequence[int], output: Path, results
 
 
 def run(wanted: Sequence[Job], at_once: int) -> list[Job]:
-    """Run the incomplete jobs with their output in `study.log`; return those that failed."""
+    """Run the incomplete jobs with their output in `study.log`, teachers first; return those that failed."""
     due = [job for job in wanted if not job.complete]
-    with ThreadPoolExecutor(at_once) as pool:
-        return [job for job, code in zip(due, pool.map(_run, due), strict=True) if code]
+    failed = []
+    for students in (False, True):
+        some = [job for job in due if bool(EXPERIMENTS[job.experiment].teachers) is students]
+        with ThreadPoolExecutor(at_once) as pool:
+            failed += [job for job, code in zip(some, pool.map(_run, some), strict=True) if code]
+    return failed
 
 
 def _run(job: Job) -> int:
