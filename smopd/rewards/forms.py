@@ -6,10 +6,10 @@
     f(completion, answer)                                                  verifiers': one, as messages
 
 A function that takes no response is a factory, such as TRL's get_soft_overlong_punishment: it is called once
-with `RewardSpec.kwargs` and returns one of these. A class is always one.
+with the setting `kwargs` and returns one of these. A class is always one.
 
 TRL passes a completion to a chat as messages, [{"role": "assistant", "content": text}]. A function whose
-first argument is `completions`, or whose `RewardSpec.completions` is "messages", gets this form too. It gets
+first argument is `completions`, or whose setting `completions` is "messages", gets this form too. It gets
 all messages of a conversation with an environment, and other functions get its text with all turns.
 """
 

@@ -26,10 +26,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from smopd.config.settings import Reward
 from smopd.engine.errors import Failure
 from smopd.engine.process import kill_below
 from smopd.names import STARTUP_SECONDS
-from smopd.rewards.forms import CompletionForm
 from smopd.rewards.worker import NUMBER, SIGNAL_EXIT_CODE
 
 log = logging.getLogger(__name__)
@@ -57,22 +57,6 @@ class CallFailed(RewardError):
 
 class Hopeless(CallFailed):
     """No call of this function can succeed."""
-
-
-@dataclass(frozen=True)
-class RewardSpec:
-    """One reward dimension.
-
-    function: `package.module:function` in one of the forms of forms.py, sync or async.
-    kwargs: further keyword arguments of each call, or of the factory; they override columns of the same name.
-    completions: "text", or "messages" for TRL's form of completions to a chat. None is "messages" if the
-        function's first argument is `completions`.
-    """
-
-    name: str
-    function: str
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    completions: CompletionForm | None = None
 
 
 @dataclass(frozen=True)
@@ -288,7 +272,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
 
     def __init__(
         self,
-        rewards: Sequence[RewardSpec],
+        rewards: Sequence[Reward],
         *,
         deadline_seconds: float = 60.0,
         log_path: Path | None = None,
@@ -297,7 +281,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         self.names = tuple(reward.name for reward in rewards)
         self._workers = []
         for reward in rewards:
-            name, arguments = f"reward {reward.name!r}", (dict(reward.kwargs), reward.completions)
+            name, arguments = f"reward {reward.name!r}", (reward.kwargs, reward.completions)
             limits = (deadline_seconds, log_path, memory_bytes)
             self._workers.append(RewardWorker(name, reward.function, arguments, *limits))
         self._columns: tuple[str, ...] = ()

@@ -43,7 +43,7 @@ from smopd.record.progress import say, say_error
 from smopd.record.recorder import Recorder
 from smopd.record.token_view import SHOWN, add_merged
 from smopd.report.summary import summarise, write_card
-from smopd.rewards.pool import RewardPool, RewardSpec
+from smopd.rewards.pool import RewardPool
 from smopd.run import build
 from smopd.run.base import initial_model, make_base, model_path
 from smopd.run.failures import UnusableInput, error_context
@@ -190,12 +190,13 @@ def set_up(settings: Settings) -> None:
 @contextmanager
 def workers(settings: Settings, folder: Path) -> Iterator[tuple[RewardPool, Environments]]:
     """Start a worker for each reward, import the rewards, and start one for each environment of the runs."""
-    rewards, seconds = settings.rewards, settings.scoring.deadline_seconds
-    specs = [RewardSpec(each.name, each.function, each.kwargs, each.completions) for each in rewards]
+    seconds = settings.scoring.deadline_seconds
     log_path = folder / f"rewards_{distributed.rank()}.log"
     memory_bytes = round((settings.scoring.memory_gib or 0) * 2**30)
     with (
-        RewardPool(specs, deadline_seconds=seconds, log_path=log_path, memory_bytes=memory_bytes) as pool,
+        RewardPool(
+            settings.rewards, deadline_seconds=seconds, log_path=log_path, memory_bytes=memory_bytes
+        ) as pool,
         Environments(log_path, memory_bytes) as environments,
     ):
         pool.probe()

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from smopd.rewards.pool import RewardError, RewardPool, RewardSpec
+from smopd.config.settings import Reward
+from smopd.rewards.pool import RewardError, RewardPool
 from tests.patience import HANG_SECONDS, MISSED_SECONDS
 
 FUNCTIONS = """
@@ -103,13 +104,16 @@ def functions(tmp_path, monkeypatch):
 
 
 def pool_of(*names, **settings) -> RewardPool:
-    return RewardPool([RewardSpec(name, f"reward_functions:{name}") for name in names], **settings)
+    return RewardPool([Reward(name=name, function=f"reward_functions:{name}") for name in names], **settings)
 
 
 def pool_running(codes, **settings) -> RewardPool:
     """Rewards that run a code, which assigns `result`, and a good one at the end."""
-    bad = [RewardSpec(name, "reward_functions:runs", {"code": code}) for name, code in codes.items()]
-    return RewardPool([*bad, RewardSpec("good", "reward_functions:length")], **settings)
+    bad = [
+        Reward(name=name, function="reward_functions:runs", kwargs={"code": code})
+        for name, code in codes.items()
+    ]
+    return RewardPool([*bad, Reward(name="good", function="reward_functions:length")], **settings)
 
 
 def score(pool, completions=("a", "bb"), **columns):
@@ -144,8 +148,8 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="ne
 
 def test_rewards_get_their_columns_and_are_kept_in_order():
     names = ("narrow", "scaled", "loop_count", "has_torch")
-    rewards = [RewardSpec(name, f"reward_functions:{name}") for name in names]
-    rewards[1] = RewardSpec("scaled", "reward_functions:scaled", {"scale": 0.5})
+    rewards = [Reward(name=name, function=f"reward_functions:{name}") for name in names]
+    rewards[1] = Reward(name="scaled", function="reward_functions:scaled", kwargs={"scale": 0.5})
     with RewardPool(rewards) as pool:
         for _ in range(2):  # an async reward keeps its loop
             batch = score(pool, bonus=[10, 20], other=[object, b"x"], scale=[9, 9])
@@ -162,7 +166,7 @@ def test_rewards_get_their_columns_and_are_kept_in_order():
 
 def test_rewards_run_at_once():
     rewards = [
-        RewardSpec(me, "reward_functions:meets", {"me": me, "other": other})
+        Reward(name=me, function="reward_functions:meets", kwargs={"me": me, "other": other})
         for me, other in (("one", "two"), ("two", "one"))
     ]
     with RewardPool(rewards, deadline_seconds=HANG_SECONDS) as pool:
@@ -286,8 +290,9 @@ def test_a_dead_worker_is_replaced_and_closing_leaves_no_process():
 @needs_proc
 def test_workers_die_with_a_killed_parent():
     program = textwrap.dedent("""
-        from smopd.rewards.pool import RewardPool, RewardSpec
-        RewardPool([RewardSpec("r", "reward_functions:hangs")]).score(["q"], ["a"], {})
+        from smopd.config.settings import Reward
+        from smopd.rewards.pool import RewardPool
+        RewardPool([Reward(name="r", function="reward_functions:hangs")]).score(["q"], ["a"], {})
     """)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     parent = subprocess.Popen([sys.executable, "-c", program], env=environment)
@@ -304,15 +309,14 @@ def test_workers_die_with_a_killed_parent():
 UNLOADABLE = {
     "no_such_module:f": "No module named 'no_such_module'",
     "reward_functions:number": "has no function 'number'",
-    "module.function": "is no import path",
     "reward_functions:no_completions": r"\(prompts\) takes none of completions",
     "broken_module:f": "ZeroDivisionError",
 }
 
 
 def test_probe_names_every_reward_that_cannot_be_loaded():
-    rewards = [RewardSpec(path, path) for path in UNLOADABLE]
-    rewards.insert(0, RewardSpec("good", "reward_functions:length"))
+    rewards = [Reward(name=path, function=path) for path in UNLOADABLE]
+    rewards.insert(0, Reward(name="good", function="reward_functions:length"))
     with RewardPool(rewards) as pool:
         with pytest.raises(RewardError) as caught:
             pool.probe()
@@ -328,7 +332,7 @@ def test_a_slow_import_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr("smopd.rewards.pool.STARTUP_SECONDS", 0.5)
     (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(600)\n")
     with (
-        RewardPool([RewardSpec("slow", "slow_module:f")]) as pool,
+        RewardPool([Reward(name="slow", function="slow_module:f")]) as pool,
         pytest.raises(RewardError, match=r"did not return within 0\.5 s"),
     ):
         pool.probe()

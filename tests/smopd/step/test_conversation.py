@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from smopd.config.settings import Settings
+from smopd.config.settings import Reward, Settings
 from smopd.data.prompts import Prompt
 from smopd.engine.local.rollout import LocalRollout
 from smopd.engine.types import Rollout, Sampling
 from smopd.rewards.environments import Answer, checked
-from smopd.rewards.pool import RewardError, RewardPool, RewardSpec
+from smopd.rewards.pool import RewardError, RewardPool
 from smopd.step.conversation import Conversations, Environments
 from smopd.step.rewards import Rewarder
 from smopd.worlds.models import WORLD_CHAT_TEMPLATE, world_model, world_tokenizer
@@ -253,7 +253,7 @@ def test_async_environments_and_ones_that_cannot_be_loaded(environments):
 def test_rewards_see_the_conversation_and_none_whose_environment_failed(environments):
     pairs = [talk(Speaks(A, A), Scripted(said("c"), last)) for last in (Answer(), Answer(failure="timeout"))]
     talks, (tokenizer, _) = zip(*pairs, strict=True)
-    with RewardPool([RewardSpec(name, f"talkers:{name}") for name in ("spoken", "shown")]) as pool:
+    with RewardPool([Reward(name=name, function=f"talkers:{name}") for name in ("spoken", "shown")]) as pool:
         rewarder = Rewarder(pool, tokenizer, settings_of().scoring)
         scored = rewarder.score([Prompt(0, "c", (), {})] * 2, talks)
     assert scored.rewards_RK[0].tolist() == [3, len("a<eos><|user|>c<|assistant|>a")]

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from smopd.config.cli import read_settings
-from smopd.config.settings import Scoring
+from smopd.config.settings import Reward, Scoring
 from smopd.data.prompts import Prompt
 from smopd.engine.types import Rollout
-from smopd.rewards.pool import FAILURE_KINDS, RewardBatch, RewardError, RewardPool, RewardSpec
+from smopd.rewards.pool import FAILURE_KINDS, RewardBatch, RewardError, RewardPool
 from smopd.run.preflight import try_rewards
 from smopd.step.held_out import means
 from smopd.step.rewards import Rewarder
@@ -86,7 +86,9 @@ def test_tags_that_are_special_tokens_or_prefilled_are_scored(capsys):
     prompt = Prompt(0, "q", (1,), {"ground_truth": truth}, response_start="<think>")
     ids = torch.tensor(tokenizer(truth.removeprefix("<think>") + tokenizer.eos_token)["input_ids"])
     rollout = Rollout((1,), ids, torch.zeros(len(ids)), 0, finished=True)
-    rewards = [RewardSpec(name, f"smopd.rewards.rlla:{name}_reward") for name in ("accuracy", "format")]
+    rewards = [
+        Reward(name=name, function=f"smopd.rewards.rlla:{name}_reward") for name in ("accuracy", "format")
+    ]
     with RewardPool(rewards) as pool:
         scored = Rewarder(pool, tokenizer, Scoring()).score([prompt], [rollout])
         assert scored.texts == [truth] and scored.rewards_RK.tolist() == [[3.0, 1.0]]
