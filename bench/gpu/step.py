@@ -25,6 +25,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from bench.harness import record
+from bench.harness.rewards import even, thirds
 from smopd.config.settings import Settings
 from smopd.data.prompts import Prompt, PromptSet
 from smopd.engine import distributed
@@ -36,7 +37,6 @@ from smopd.engine.types import Rollout
 from smopd.loop import Run, optimise
 from smopd.record.recorder import Recorder
 from smopd.rewards.pool import FAILURE_KINDS, RewardBatch
-from smopd.step.rewards import Rewards
 
 GROUP, END, STEPS = 8, 2, 2
 WAYS = {
@@ -131,14 +131,11 @@ class Numbers:
 
 
 class IdRewards:
-    """Rewards: the share of even ids, and whether the first id is a multiple of three."""
-
-    def score(self, prompts: Any, rollouts: list[Rollout], step: int) -> Rewards:
-        values = [[(r.response_ids % 2 == 0).double().mean(), r.response_ids[0] % 3 == 0] for r in rollouts]
-        values_RK = torch.tensor(values, dtype=torch.float64)
+    def score(self, prompts: Any, rollouts: list[Rollout], step: int) -> RewardBatch:
+        ids = [rollout.response_ids.tolist() for rollout in rollouts]
+        values_RK = torch.tensor([even(ids), thirds(ids)], dtype=torch.float64).T
         failures = {name: dict.fromkeys(FAILURE_KINDS, 0) for name in ("even", "thirds")}
-        batch = RewardBatch(("even", "thirds"), values_RK.numpy(), failures, {}, {})
-        return Rewards(values_RK, [""] * len(rollouts), batch)
+        return RewardBatch(("even", "thirds"), values_RK, [""] * len(rollouts), failures, {}, {})
 
 
 def last_step(
@@ -188,14 +185,6 @@ def words(sizes: Sizes) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token=str(END), pad_token=str(END), unk_token="1"
     )
-
-
-def even(completion_ids: list[list[int]], **_: object) -> list[float]:
-    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
-
-
-def thirds(completion_ids: list[list[int]], **_: object) -> list[float]:
-    return [float(ids[0] % 3 == 0) for ids in completion_ids]
 
 
 def now(device: torch.device) -> float:

@@ -1,16 +1,13 @@
-"""Rewards for the texts of random models, in bench/training_step.yaml."""
+"""Rewards for the ids of random models, in bench/training_step.yaml and bench/gpu/step.py."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+
+def even(completion_ids: list[list[int]], **_: object) -> list[float]:
+    """Return the share of even ids."""
+    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
 
 
-def length(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float]:
-    """Return the number of characters, up to 64."""
-    return [float(min(len(text), 64)) for text in completions]
-
-
-def vowels(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float]:
-    """Return the share of vowels."""
-    return [sum(letter in "aeiou" for letter in text.lower()) / max(1, len(text)) for text in completions]
+def thirds(completion_ids: list[list[int]], **_: object) -> list[float]:
+    """Return whether the first id is a multiple of three."""
+    return [float(ids[0] % 3 == 0) for ids in completion_ids]

@@ -26,8 +26,8 @@ from smopd.record.metrics import Metrics
 from smopd.record.progress import Progress, say
 from smopd.record.token_view import SHOWN, add_teachers, part, token_records
 from smopd.record.trackers import TRACKERS, Tracker
+from smopd.rewards.pool import RewardBatch
 from smopd.step.batch import Batch
-from smopd.step.rewards import Rewards
 from smopd.step.teachers import TeacherScores
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class StepResult(NamedTuple):
     step: int
     objective: Objective
     batch: Batch
-    rewards: Rewards
+    rewards: RewardBatch
     adv_R: Tensor
     kept_R: Tensor
     scores: TeacherScores
@@ -191,16 +191,16 @@ class Recorder(AbstractContextManager["Recorder"]):
             )
 
 
-def add_rewards(metrics: Metrics, settings: Settings, batch: Batch, rewards: Rewards) -> None:
+def add_rewards(metrics: Metrics, settings: Settings, batch: Batch, rewards: RewardBatch) -> None:
     """Add each reward's mean and deviation, its groups without variance, and its failures."""
     groups = batch.group_R.unique()
     for k, reward in enumerate(settings.rewards):
         name, values_R = f"reward/{reward.name}", rewards.rewards_RK[:, k]
         metrics.add(name, values_R, spread=True)
         metrics.add(f"{name}/unscorable", values_R.isnan().double())
-        for kind, count in rewards.batch.failures[reward.name].items():
+        for kind, count in rewards.failures[reward.name].items():
             metrics.add(f"{name}/failed/{kind}", count / max(1, len(values_R)))
-        metrics.add(f"{name}/worker_restarts", float(rewards.batch.restarts.get(reward.name, 0)))
+        metrics.add(f"{name}/worker_restarts", float(rewards.restarts.get(reward.name, 0)))
         scored = [values_R[(batch.group_R == group) & ~values_R.isnan()] for group in groups]
         equal = [float((own == own[0]).all()) for own in scored if len(own)]
         metrics.add(f"{name}/zero_variance_groups", torch.tensor(equal))

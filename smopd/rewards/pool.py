@@ -24,7 +24,8 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
+import torch
+from torch import Tensor
 
 from smopd.config.settings import Reward
 from smopd.engine.errors import Failure
@@ -63,7 +64,8 @@ class Hopeless(CallFailed):
 class RewardBatch:
     """The scores of R responses in K dimensions.
 
-    values_RK: (R, K) float64; NaN if a response could not be scored.
+    rewards_RK: float64; NaN if a response could not be scored.
+    texts: the responses as the rewards see them.
     failures: unscorable responses by reward and kind. Every kind of FAILURE_KINDS is present, and they add up
         to the reward's NaNs. `none` counts values of None.
     last_errors: error of each reward that failed in this batch, with the end of the traceback.
@@ -71,7 +73,8 @@ class RewardBatch:
     """
 
     names: tuple[str, ...]
-    values_RK: np.ndarray
+    rewards_RK: Tensor
+    texts: Sequence[str]
     failures: Mapping[str, Mapping[str, int]]
     last_errors: Mapping[str, str]
     restarts: Mapping[str, int]
@@ -328,7 +331,8 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         values, failures, errors = zip(*scored, strict=True)
         return RewardBatch(
             names=self.names,
-            values_RK=np.array(values, dtype=np.float64).T.copy(),
+            rewards_RK=torch.tensor(values, dtype=torch.float64).T.contiguous(),
+            texts=completions,
             failures=dict(zip(self.names, failures, strict=True)),
             last_errors={name: error for name, error in zip(self.names, errors, strict=True) if error},
             restarts=dict(zip(self.names, (max(0, w.starts - 1) for w in self._workers), strict=True)),

@@ -101,14 +101,14 @@ def try_rewards(
     scored = Rewarder(pool, tokenizer, scoring).score([prompt] * len(rollouts), rollouts)
     if distributed.rank() != 0:
         return []
-    for k, name in enumerate(scored.batch.names):
+    for k, name in enumerate(scored.names):
         earned = []
         for answer, value in zip(answers, scored.rewards_RK[:, k].tolist(), strict=True):
             earned.append(f"no score for {answer}" if math.isnan(value) else f"{value:g} for {answer}")
-        error = scored.batch.last_errors.get(name)
+        error = scored.last_errors.get(name)
         why = f" ({error.splitlines()[-1]})" if error else ""  # a traceback ends with what was raised
         say(f"reward {name} on the first prompt: {', '.join(earned)}{why}")
-    return list(scored.batch.last_errors)
+    return list(scored.last_errors)
 
 
 def try_engine(engine: RolloutEngine, student: Student, prompt: Prompt, settings: Settings) -> float:

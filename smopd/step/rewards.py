@@ -6,9 +6,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from smopd.config.settings import Scoring
@@ -23,33 +21,22 @@ WINDOW_STEPS = 10
 """Ours: unscored responses are counted over this many training steps, so one bad call does not end a run."""
 
 
-@dataclass(frozen=True)
-class Rewards:
-    """Rewards of R responses in K dimensions on this rank."""
-
-    rewards_RK: Tensor
-    """float64; NaN if a reward could not score a response."""
-    texts: list[str]
-    """The responses as the rewards see them."""
-    batch: RewardBatch
-
-    def replaced(self, rows: Sequence[int], new: Rewards) -> Rewards:
-        """Return the rewards with `new` at `rows`; failures are added up."""
-        rewards_RK, texts = self.rewards_RK.clone(), list(self.texts)
-        rewards_RK[list(rows)] = new.rewards_RK
-        for row, text in zip(rows, new.texts, strict=True):
-            texts[row] = text
-        was, now = self.batch, new.batch
-        batch = replace(
-            now,
-            values_RK=rewards_RK.numpy(),
-            failures={
-                name: {kind: count + now.failures[name][kind] for kind, count in was.failures[name].items()}
-                for name in now.names
-            },
-            last_errors={**was.last_errors, **now.last_errors},
-        )
-        return Rewards(rewards_RK, texts, batch)
+def replaced(was: RewardBatch, rows: Sequence[int], now: RewardBatch) -> RewardBatch:
+    """Return the rewards `was` with `now` at `rows`; failures are added up."""
+    rewards_RK, texts = was.rewards_RK.clone(), list(was.texts)
+    rewards_RK[list(rows)] = now.rewards_RK
+    for row, text in zip(rows, now.texts, strict=True):
+        texts[row] = text
+    return replace(
+        now,
+        rewards_RK=rewards_RK,
+        texts=texts,
+        failures={
+            name: {kind: count + now.failures[name][kind] for kind, count in was.failures[name].items()}
+            for name in now.names
+        },
+        last_errors={**was.last_errors, **now.last_errors},
+    )
 
 
 @dataclass
@@ -72,7 +59,7 @@ class Rewarder:
         step: int | None = None,
         *,
         check: bool = True,
-    ) -> Rewards:
+    ) -> RewardBatch:
         """Score each rollout; a collective call, unless `check` is False.
 
         Args:
@@ -94,13 +81,13 @@ class Rewarder:
         scored = without_failed(scored, rollouts)
         if check:
             self._check(scored, training=step is not None)
-        return Rewards(torch.from_numpy(scored.values_RK), texts, scored)
+        return scored
 
     def _check(self, scored: RewardBatch, *, training: bool) -> None:
         """Raise RewardError if a dimension is over the limit; a collective call."""
-        ranks = distributed.gather_objects(scored)
+        ranks = distributed.gather_objects(replace(scored, texts=()))
         steps = self.window_steps if training else 1  # the first steps count as a full window
-        responses = steps * sum(len(rank.values_RK) for rank in ranks)
+        responses = steps * sum(len(rank.rewards_RK) for rank in ranks)
         for name in scored.names:
             window = self._failures[name] if training else deque[Counter[str]]()
             window.append(sum((Counter(rank.failures[name]) for rank in ranks), Counter()))
@@ -118,9 +105,9 @@ class Rewarder:
 
 def without_failed(scored: RewardBatch, rollouts: Sequence[Rollout]) -> RewardBatch:
     """Return the batch without scores of conversations whose environment failed."""
-    failed_R1 = np.array([[rollout.ended in FAILED] for rollout in rollouts], dtype=bool).reshape(-1, 1)
-    values_RK = np.where(failed_R1, np.nan, scored.values_RK)
-    lost_K = np.isnan(values_RK).sum(0) - np.isnan(scored.values_RK).sum(0)
+    failed_R = torch.tensor([rollout.ended in FAILED for rollout in rollouts], dtype=torch.bool)
+    rewards_RK = scored.rewards_RK.masked_fill(failed_R[:, None], torch.nan)
+    lost_K = rewards_RK.isnan().sum(0) - scored.rewards_RK.isnan().sum(0)
     lost = dict(zip(scored.names, lost_K.tolist(), strict=True))
     failures = {name: {**kinds, "environment": lost[name]} for name, kinds in scored.failures.items()}
-    return replace(scored, values_RK=values_RK, failures=failures)
+    return replace(scored, rewards_RK=rewards_RK, failures=failures)

@@ -14,9 +14,10 @@ from smopd.engine import distributed
 from smopd.engine.errors import NonFinite
 from smopd.engine.protocols import RolloutEngine
 from smopd.engine.types import Rollout, Sampling
+from smopd.rewards.pool import RewardBatch
 from smopd.step.batch import Batch, positions
 from smopd.step.conversation import Conversations, sample
-from smopd.step.rewards import Rewarder, Rewards
+from smopd.step.rewards import Rewarder, replaced
 from smopd.step.stop import StaleRollout, all_or_raise
 
 ATTEMPT_STEPS = 1 << 20
@@ -134,7 +135,7 @@ def resample(
     batch: Batch,
     weights: Sequence[float],
     phase: Callable[[str], AbstractContextManager[None]],
-) -> tuple[Batch, Rewards, int]:
+) -> tuple[Batch, RewardBatch, int]:
     """Score the batch, replace groups without variance up to rollout.resample times; a collective call.
 
     Groups whose responses all earn the same, in every reward, add nothing to the gradient. DAPO's dynamic
@@ -147,7 +148,7 @@ def resample(
         The batch, its rewards, and how many prompts of this rank were replaced. The last attempt stays,
         whatever it earned.
     """
-    options, replaced = sampler.settings.rollout, 0
+    options, n_replaced = sampler.settings.rollout, 0
     with phase("rewards"):
         rewards = rewarder.score(batch.prompts, batch.rollouts, step)
     weighted_K = torch.tensor(weights) != 0
@@ -157,13 +158,13 @@ def resample(
             break
         with phase("rollout"):
             batch = sampler.again(step, attempt, batch, flat)
-        replaced += len(flat)
+        n_replaced += len(flat)
         with phase("rewards"):
             rows = [i * options.group_size + k for i in flat for k in range(options.group_size)]
             if rows:
                 chosen = [batch.prompts[row] for row in rows], [batch.rollouts[row] for row in rows]
-                rewards = rewards.replaced(rows, rewarder.score(*chosen, step, check=False))
-    return batch, rewards, replaced
+                rewards = replaced(rewards, rows, rewarder.score(*chosen, step, check=False))
+    return batch, rewards, n_replaced
 
 
 def flat_groups(rewards_RK: Tensor, group_size: int) -> list[int]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from smopd.config.settings import Reward
 from smopd.rewards.pool import RewardError, RewardPool
@@ -153,15 +154,15 @@ def test_rewards_get_their_columns_and_are_kept_in_order():
     with RewardPool(rewards) as pool:
         for _ in range(2):  # an async reward keeps its loop
             batch = score(pool, bonus=[10, 20], other=[object, b"x"], scale=[9, 9])
-            np.testing.assert_array_equal(batch.values_RK, [[11, 0.5, 1, 0], [22, 1, 1, 0]])
-        assert batch.values_RK.dtype == np.float64 and batch.names == names
+            np.testing.assert_array_equal(batch.rewards_RK, [[11, 0.5, 1, 0], [22, 1, 1, 0]])
+        assert batch.rewards_RK.dtype == torch.float64 and batch.names == names
         assert batch.last_errors == {} and not any(unscorable(batch, name) for name in names)
         with pytest.raises(
             RewardError, match=r"'narrow': reward_functions:narrow takes 'bonus', .* there are a, b"
         ):
             pool.require_columns(["a", "b"])
         batch = score(pool, completions=["x" * 3_000_000] * 3 + ["y"] * 50_000, bonus=[0] * 50_003)
-        assert batch.values_RK[:3, 0].tolist() == [3e6] * 3 and len(batch.values_RK) == 50_003
+        assert batch.rewards_RK[:3, 0].tolist() == [3e6] * 3 and len(batch.rewards_RK) == 50_003
 
 
 def test_rewards_run_at_once():
@@ -170,7 +171,7 @@ def test_rewards_run_at_once():
         for me, other in (("one", "two"), ("two", "one"))
     ]
     with RewardPool(rewards, deadline_seconds=HANG_SECONDS) as pool:
-        assert score(pool).values_RK.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+        assert score(pool).rewards_RK.tolist() == [[1.0, 1.0], [1.0, 1.0]]
 
 
 FAILURES = {
@@ -189,8 +190,8 @@ def test_a_failure_costs_its_own_dimension():
     with pool_running(codes, memory_bytes=4 << 30) as pool:
         for _ in range(2):
             batch = score(pool)
-            assert np.isnan(batch.values_RK[:, :-1]).all()
-            assert batch.values_RK[:, -1].tolist() == [1.0, 2.0] and not unscorable(batch, "good")
+            assert batch.rewards_RK[:, :-1].isnan().all()
+            assert batch.rewards_RK[:, -1].tolist() == [1.0, 2.0] and not unscorable(batch, "good")
             for name, (_, kind, message) in FAILURES.items():
                 assert unscorable(batch, name) == {kind: 2} and message in batch.last_errors[name]
         died = {name: 3 * (kind == "worker_died") for name, (_, kind, _) in FAILURES.items()}
@@ -212,7 +213,7 @@ def test_values_that_are_no_finite_number():
     code = f"result = (each for each in {values})"
     with pool_running({"bad": code}) as pool:
         batch = score(pool, completions=["x"] * 8)
-        np.testing.assert_array_equal(batch.values_RK[:, 0], [1.0, *[np.nan] * 4, 1.0, *[np.nan] * 2])
+        np.testing.assert_array_equal(batch.rewards_RK[:, 0], [1.0, *[np.nan] * 4, 1.0, *[np.nan] * 2])
         assert unscorable(batch, "bad") == {"none": 1, "nonfinite": 5}
         assert "5 values are no finite number" in batch.last_errors["bad"]
 
@@ -220,7 +221,7 @@ def test_values_that_are_no_finite_number():
 def test_a_column_that_no_row_of_a_batch_has_is_none():
     with pool_running({"bad": "result = [float(note is None) for note in columns['note']]"}) as pool:
         pool.require_columns(["note"])
-        assert score(pool).values_RK[:, 0].tolist() == [1.0, 1.0]
+        assert score(pool).rewards_RK[:, 0].tolist() == [1.0, 1.0]
         with pytest.raises(RewardError, match="the columns of the data cannot be sent to rewards"):
             score(pool, note=[print, lambda: None])
 
@@ -229,7 +230,7 @@ def test_output_goes_to_a_log_that_begins_again(tmp_path, monkeypatch):
     log = tmp_path / "rewards.log"
     says = "print('x' * 5_000_000); os.write(1, b'raw'); print(sys.stdin.read(), file=sys.stderr)"
     with pool_running({"says": f"{says}; result = [1.0] * 2"}, log_path=log) as pool:
-        assert score(pool).values_RK[:, 0].tolist() == [1.0, 1.0]
+        assert score(pool).rewards_RK[:, 0].tolist() == [1.0, 1.0]
         assert log.stat().st_size > 5_000_000 and log.stat().st_mode & 0o777 == 0o600
         monkeypatch.setattr("smopd.rewards.pool.LOG_BYTES", 1_000_000)
         score(pool)
@@ -247,7 +248,7 @@ def test_output_without_end_fills_no_disk(tmp_path, monkeypatch):
     with pool_running(
         {"says": until_it_is_emptied}, log_path=tmp_path / "log", deadline_seconds=60.0
     ) as pool:
-        assert score(pool).values_RK[:, 0].tolist() == [1.0, 1.0]
+        assert score(pool).rewards_RK[:, 0].tolist() == [1.0, 1.0]
 
 
 @needs_proc
@@ -258,7 +259,7 @@ def test_a_hang_is_killed_with_its_children(monkeypatch):
         batch = score(pool)
         assert unscorable(batch, "hangs") == {"timeout": 2}
         assert f"did not return within {MISSED_SECONDS:g} s" in batch.last_errors["hangs"]
-        assert batch.values_RK[:, 1].tolist() == [1.0, 2.0]
+        assert batch.rewards_RK[:, 1].tolist() == [1.0, 2.0]
         assert len(pids()) == 2 and all(map(gone, pids()))
 
 
@@ -268,18 +269,18 @@ def test_the_call_after_a_hang_has_a_new_worker(caplog):
         assert unscorable(score(pool), "hangs_once") == {}, "the second call of two is answered"
         assert "reward 'hangs_once' is called again: reward_functions:hangs_once: did not" in caplog.text
         batch = score(pool)
-        assert batch.values_RK.tolist() == [[1.0], [1.0]] and batch.restarts == {"hangs_once": 1}
+        assert batch.rewards_RK.tolist() == [[1.0], [1.0]] and batch.restarts == {"hangs_once": 1}
 
 
 @needs_proc
 def test_a_dead_worker_is_replaced_and_closing_leaves_no_process():
     """Nor a child that left the worker's session."""
     with pool_of("pid") as pool:
-        first = int(score(pool).values_RK[0, 0])
+        first = int(score(pool).rewards_RK[0, 0])
         os.kill(first, signal.SIGKILL)
         assert first == pids()[0] and all(map(gone, pids()))
         batch = score(pool)
-        assert batch.values_RK[0, 0] == pids()[0] != first and batch.restarts == {"pid": 1}
+        assert batch.rewards_RK[0, 0] == pids()[0] != first and batch.restarts == {"pid": 1}
         assert not unscorable(batch, "pid")
         os.kill(pids()[1], 0)
     assert all(map(gone, pids()))
@@ -343,7 +344,7 @@ def test_a_late_answer_of_an_earlier_call_is_not_the_next_ones():
         pool.probe()  # the frame of number 1
         for number in (2, 3, 4):
             batch = pool.score([str(number)] * 2, ["a", "b"], {})
-            assert batch.values_RK.tolist() == [[number], [number]]
+            assert batch.rewards_RK.tolist() == [[number], [number]]
             time.sleep(0.5)
 
 
@@ -365,4 +366,4 @@ def test_a_malformed_reply_is_a_failure_of_the_worker():
     with pool_running({name: f"FRAME = {frame!r}{WRITES}" for name, frame in FRAMES.items()}) as pool:
         batch = score(pool)
         assert all(unscorable(batch, name) == {"worker_died": 2} for name in FRAMES)
-        assert batch.values_RK[:, -1].tolist() == [1.0, 2.0]
+        assert batch.rewards_RK[:, -1].tolist() == [1.0, 2.0]

@@ -25,7 +25,6 @@ from smopd.engine.types import Rollout
 from smopd.loop import Run, optimise
 from smopd.record.recorder import Recorder
 from smopd.rewards.pool import FAILURE_KINDS, RewardBatch
-from smopd.step.rewards import Rewards
 from tests.engine.tiny import VOCABULARY, tiny_model
 from tests.ranks import on_ranks
 
@@ -146,8 +145,7 @@ class FixedRewarder:
         if self.flat:
             rewards_RK[[rollout.group % 3 == 0 for rollout in rollouts]] = 0.5
         names, none = ("dense", "sparse"), dict.fromkeys(FAILURE_KINDS, 0)
-        batch = RewardBatch(names, rewards_RK.numpy(), dict.fromkeys(names, none), {}, {})
-        return Rewards(rewards_RK, [""] * len(rollouts), batch)
+        return RewardBatch(names, rewards_RK, [""] * len(rollouts), dict.fromkeys(names, none), {}, {})
 
 
 class Numbers:

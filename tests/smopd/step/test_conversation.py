@@ -258,4 +258,4 @@ def test_rewards_see_the_conversation_and_none_whose_environment_failed(environm
         scored = rewarder.score([Prompt(0, "c", (), {})] * 2, talks)
     assert scored.rewards_RK[0].tolist() == [3, len("a<eos><|user|>c<|assistant|>a")]
     assert scored.rewards_RK[1].isnan().all()
-    assert [kinds["environment"] for kinds in scored.batch.failures.values()] == [1, 1]
+    assert [kinds["environment"] for kinds in scored.failures.values()] == [1, 1]

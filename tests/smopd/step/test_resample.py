@@ -59,7 +59,7 @@ def test_flat_groups_are_replaced_until_they_are_not(most: int) -> None:
     assert (flat == []) == (most == 4), "the last attempt stays"
     scored = FixedRewarder(flat=True).score(batch.prompts, batch.rollouts, 0).rewards_RK
     torch.testing.assert_close(rewards.rewards_RK, scored, equal_nan=True)
-    assert set(rewards.batch.failures["dense"]) == set(FAILURE_KINDS), "ranks have the same metrics"
+    assert set(rewards.failures["dense"]) == set(FAILURE_KINDS), "ranks have the same metrics"
     for i, prompt in enumerate(batch.prompts):
         assert batch.rollouts[i].prompt_ids == prompt.token_ids
     kept = [i for i in range(PROMPTS * GROUP_SIZE) if i // GROUP_SIZE not in was]

@@ -6,7 +6,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
-import numpy as np
 import pytest
 import torch
 
@@ -34,8 +33,8 @@ class Tokenizer:
 def scored(failures: int) -> RewardBatch:
     """Of four responses."""
     kinds = dict.fromkeys(FAILURE_KINDS, 0) | {"exception": failures}
-    values = np.array([[np.nan]] * failures + [[1.0]] * (4 - failures))
-    return RewardBatch(("tone",), values, {"tone": kinds}, {"tone": "broken"}, {"tone": 0})
+    rewards_RK = torch.tensor([[torch.nan]] * failures + [[1.0]] * (4 - failures))
+    return RewardBatch(("tone",), rewards_RK, "abcd", {"tone": kinds}, {"tone": "broken"}, {"tone": 0})
 
 
 def rewarder(score, **options) -> Rewarder:
