@@ -154,7 +154,7 @@ def last_step(
                 Run(
                     settings=settings,
                     weights=[0.5, 0.5],
-                    prompts=PromptSet(prompts, len(prompts)),
+                    prompts=PromptSet(len(prompts), prompts.__getitem__, len(prompts)),
                     held_out=None,
                     student=student,
                     rollouts=LocalRollout(new_model(sizes, 0, half, device), [END], decoding=decoding),

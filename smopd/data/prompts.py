@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -69,11 +69,13 @@ class Demonstration(NamedTuple):
 class RowSet(Sequence[T]):
     """The prompts or demonstrations of a source, in order, and the number of rows left out.
 
+    make: returns an item by its index; called each time it is read.
     columns: names that at least one row has.
     digest: SHA-256 of the prompts as text, with their columns; empty if not computed.
     """
 
-    items: Sequence[T]
+    size: int
+    make: Callable[[int], T]
     rows: int
     mapped_out: int = 0
     dropped_overlong: int = 0
@@ -82,10 +84,10 @@ class RowSet(Sequence[T]):
     digest: str = ""
 
     def __len__(self) -> int:
-        return len(self.items)
+        return self.size
 
     def __getitem__(self, index: Any) -> Any:
-        return self.items[index]
+        return self.make(index)
 
 
 PromptSet: TypeAlias = RowSet[Prompt]
@@ -193,20 +195,6 @@ class Encoder:
         return Prompt(index, content, tuple(ids if limit is None else ids[-limit:]), columns, start)
 
 
-@dataclass(frozen=True)
-class _OnAccess(Sequence[T]):
-    """Items that are made each time they are read."""
-
-    size: int
-    make: Callable[[int], T]
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.make(index)
-
-
 def load_prompts(
     source: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -249,9 +237,12 @@ def load_prompts(
     found = check() if isinstance(rows, list) else share(check)  # ranks may make different lists
     if "tools" in found.columns and "tools" not in str(tokenizer.chat_template):
         log.warning("%s: rows have tools, which the tokenizer's chat template leaves out", source)
-    prompts = _OnAccess(len(found.kept), lambda i: encoder.prompt(found.kept[i], rows[found.kept[i]] or {}))
+
+    def prompt(i: int) -> Prompt:
+        return encoder.prompt(found.kept[i], rows[found.kept[i]] or {})
+
     names = tuple(name for name in found.columns if name != prompt_column)
-    return RowSet(prompts, len(rows), *found.counts, names, found.content.hex())
+    return RowSet(len(found.kept), prompt, len(rows), *found.counts, names, found.content.hex())
 
 
 def _check_all(encoder: Encoder, rows: Sequence[Row | None]) -> Checked:
@@ -317,9 +308,7 @@ def load_demonstrations(
         ids = tokenizer(prompt.columns[completion_column], add_special_tokens=False)["input_ids"]
         return Demonstration(prompt.token_ids, (*ids, tokenizer.eos_token_id))
 
-    items: Any = _OnAccess(len(prompts), demonstration)
-    found: Any = replace(prompts, items=items)
-    return found
+    return RowSet(**{**vars(prompts), "make": demonstration})
 
 
 def batch_indices(n: int, batch_size: int, step: int, seed: int) -> list[int]:

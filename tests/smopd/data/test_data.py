@@ -310,7 +310,7 @@ def test_many_rows_are_read_by_several_processes(write, tokenizer, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     shared = load_prompts(source, tokenizer, **limits)
     assert pools[0]._max_workers == 3
-    assert (vars(shared) | {"items": 0}, [*shared]) == (vars(alone) | {"items": 0}, [*alone])
+    assert (vars(shared) | {"make": 0}, [*shared]) == (vars(alone) | {"make": 0}, [*alone])
     with pytest.raises(ValueError, match=r"wrong.jsonl: row 20: column 'prompt' is a int"):
         load_prompts(wrong, tokenizer)
     assert len(pools) == 2 and not multiprocessing.active_children()

@@ -170,7 +170,7 @@ def prompt_set() -> PromptSet:
         Prompt(i, "", tuple(rng.integers(2, VOCABULARY, rng.integers(1, 9)).tolist()), {})
         for i in range(PROMPTS)
     )
-    return PromptSet(prompts, PROMPTS)
+    return PromptSet(len(prompts), prompts.__getitem__, PROMPTS)
 
 
 def train(

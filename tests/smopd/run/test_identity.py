@@ -102,7 +102,9 @@ def test_the_code_of_a_factory_is_compared(tmp_path, monkeypatch):
     (tmp_path / "student/export").mkdir(parents=True)
 
     def compare(change=False):
-        found = identity.identity(settings, Inputs(RowSet([], 0, digest="1"), None, None), "made")
+        found = identity.identity(
+            settings, Inputs(RowSet(0, [].__getitem__, 0, digest="1"), None, None), "made"
+        )
         compare_inputs(tmp_path, settings, found, change=change)
 
     for layers in ("1", "2"):
@@ -137,7 +139,7 @@ def test_the_base_of_an_adapter_and_the_commits_of_the_hub_are_compared(tmp_path
 
 
 def test_a_redacted_setting_is_compared():
-    inputs, found = Inputs(RowSet([], 0, digest="1"), None, None), []
+    inputs, found = Inputs(RowSet(0, [].__getitem__, 0, digest="1"), None, None), []
     for key in ("A", "B"):
         rewards = [{**each, "kwargs": {"answer_key": key}} for each in SETTINGS["rewards"]]
         settings = Settings.model_validate({**SETTINGS, "rewards": rewards})
