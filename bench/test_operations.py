@@ -22,14 +22,7 @@ from bench.harness.types import Benchmark, Case, Provider
 
 pytest.importorskip("pytest_benchmark", reason="needs pytest-benchmark (the bench extra)")
 
-MODULES = (
-    "smopd_loss",
-    "linear_smopd_loss",
-    "topk_logprobs",
-    "topk_forward_kl",
-    "teacher_mixture",
-    "advantages",
-)
+MODULES = ("losses", "topk_logprobs", "topk_forward_kl", "teacher_mixture", "advantages")
 BENCHMARKS = {
     name: benchmark
     for module in MODULES

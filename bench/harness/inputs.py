@@ -38,6 +38,11 @@ class Scenario:
         tokens = replace(self.tokens, pg_weight_N=torch.zeros_like(self.tokens.pg_weight_N))
         return replace(self, tokens=tokens, settings=replace(self.settings, entropy_coef=0.0))
 
+    def leaves(self) -> dict[str, Tensor]:
+        """Return what gradients are taken of, by name: logits, or hidden and weight."""
+        given = {"logits": self.logits_NV, "hidden": self.hidden_ND, "weight": self.weight_VD}
+        return {name: value.detach().requires_grad_() for name, value in given.items() if value is not None}
+
     def chunk(self, rows: slice | Tensor) -> Tensor:
         """Return the logits of some rows in float64."""
         if self.logits_NV is not None:

@@ -17,7 +17,7 @@ LABEL_NOTE = "cross entropy of the tokens alone"
 
 def liger_grpo_input(scenario: Scenario) -> tuple[Scenario, Tensor]:
     """Return (1, N + 1, V) logits: the kernel expects an extra position and overwrites its input."""
-    leaf_NV = scenario.logits_NV.detach().requires_grad_()
+    (leaf_NV,) = scenario.leaves().values()
     return scenario, torch.nn.functional.pad(leaf_NV, (0, 0, 0, 1))[None]
 
 
@@ -45,7 +45,7 @@ def liger_grpo(prepared: tuple[Scenario, Tensor]) -> Outputs:
 def trl_linear(scenario: Scenario) -> Outputs:
     from trl.kernels import ChunkedLogProbFunction
 
-    hidden_ND, weight_VD = head_leaves(scenario)
+    hidden_ND, weight_VD = scenario.leaves().values()
     tokens, settings = scenario.tokens, scenario.settings
     logp_N, entropy_N, *_ = ChunkedLogProbFunction.apply(
         hidden_ND,
@@ -66,7 +66,7 @@ def trl_linear(scenario: Scenario) -> Outputs:
 def liger_linear(scenario: Scenario) -> Outputs:
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
-    hidden_ND, weight_VD = head_leaves(scenario)
+    hidden_ND, weight_VD = scenario.leaves().values()
     token_ids_N = scenario.tokens.token_ids_N
     loss = liger_fused_linear_cross_entropy(hidden_ND, weight_VD, token_ids_N, reduction="mean")
     torch.autograd.grad(loss, (hidden_ND, weight_VD))
@@ -76,14 +76,10 @@ def liger_linear(scenario: Scenario) -> Outputs:
 def cut_cross_entropy(scenario: Scenario) -> Outputs:
     from cut_cross_entropy import linear_cross_entropy
 
-    hidden_ND, weight_VD = head_leaves(scenario)
+    hidden_ND, weight_VD = scenario.leaves().values()
     impl = "cce" if hidden_ND.is_cuda else "torch_compile"
     loss = linear_cross_entropy(
         hidden_ND, weight_VD, scenario.tokens.token_ids_N, reduction="mean", impl=impl
     )
     torch.autograd.grad(loss, (hidden_ND, weight_VD))
     return {"cross_entropy": loss}
-
-
-def head_leaves(scenario: Scenario) -> tuple[Tensor, Tensor]:
-    return scenario.hidden_ND.detach().requires_grad_(), scenario.weight_VD.detach().requires_grad_()
