@@ -4,7 +4,6 @@ Shapes: N response tokens, R responses, M teachers, S = kappa entries per teache
 """
 
 import math
-from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -60,11 +59,8 @@ def confidence(logps_NMS: Tensor) -> Tensor:
 def disagreement(ids_NMS: Tensor) -> Tensor:
     """Return the fraction (N,) of teacher pairs with different top tokens; 0 for one teacher."""
     top_NM = ids_NMS[..., 0]
-    pairs = list(combinations(range(top_NM.shape[1]), 2))
-    if not pairs:
-        return torch.zeros(len(top_NM), device=ids_NMS.device)
-    first, second = zip(*pairs, strict=True)
-    return (top_NM[:, list(first)] != top_NM[:, list(second)]).float().mean(-1)
+    first, second = torch.triu_indices(top_NM.shape[1], top_NM.shape[1], offset=1)
+    return (top_NM[:, first] != top_NM[:, second]).float().mean(-1).nan_to_num()
 
 
 def failure(rewards_RM: Tensor, low_M: Tensor, high_M: Tensor) -> Tensor:
