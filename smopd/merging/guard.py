@@ -15,8 +15,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from smopd.config.settings import Guard, Merge, MergedModel, Settings
 from smopd.data.prompts import PromptSet, batch_indices
 from smopd.engine import distributed
@@ -25,8 +23,7 @@ from smopd.engine.protocols import RolloutEngine
 from smopd.engine.types import Sampling
 from smopd.merging.vectors import Part, TaskVectors
 from smopd.record.progress import say
-from smopd.rewards.pool import RewardPool
-from smopd.step.conversation import Conversations, Environments
+from smopd.step.conversation import Conversations
 from smopd.step.held_out import answers, means
 from smopd.step.rewards import Rewarder
 
@@ -155,9 +152,8 @@ class Starter:
     vectors: TaskVectors
     weights: Rewards
     prompts: PromptSet
-    tokenizer: PreTrainedTokenizerBase
-    pool: RewardPool
-    environments: Environments
+    rewarder: Rewarder
+    conversations: Conversations | None
     make_engine: Callable[[], RolloutEngine]
     folder: Path
 
@@ -203,13 +199,12 @@ class Starter:
         prompts = [self.prompts[i] for i in batch_indices(len(self.prompts), guard.prompts, 0, seed)]
         most, temperature = settings.rollout.max_new_tokens, settings.rollout.temperature
         sampling = Sampling(guard.samples, temperature, max_new_tokens=most, seed=seed)
-        rewarder = Rewarder(self.pool, self.tokenizer, settings.scoring)
-        conversations = Conversations.of(self.environments, self.tokenizer, settings)
 
         def score(candidate: Candidate) -> Rewards:
             weights = self.vectors.merged(candidate.parts)
             engine().load_weights(self.vectors.with_tied(weights), engine().policy_version + 1)
-            found = means(names, answers(names, prompts, engine(), rewarder, sampling, conversations))
+            answered = answers(names, prompts, engine(), self.rewarder, sampling, self.conversations)
+            found = means(names, answered)
             if unscored := [name for name in names if found[name] is None]:
                 raise ValueError(f"guard: {unscored[0]} could score no response of {candidate.name}")
             return {name: found[name] or 0.0 for name in names}

@@ -360,9 +360,8 @@ def start_of(
             vectors=TaskVectors(base, models, context.device),
             weights=run.weights,
             prompts=prompts,
-            tokenizer=tokenizer,
-            pool=context.pool,
-            environments=context.environments,
+            rewarder=Rewarder(context.pool, tokenizer, settings.scoring),
+            conversations=Conversations.of(context.environments, tokenizer, settings),
             make_engine=lambda: build.rollout_engine(full, base, tokenizer, context.device, context.settings),
             folder=context.folder / run.name,
         ).start()
