@@ -23,8 +23,7 @@ class Inputs(NamedTuple):
     @property
     def digests(self) -> dict[str, str]:
         """The digest of each source's rows, by its setting."""
-        found = zip(ROWS, (self.train, self.held_out, self.demonstrations), strict=True)
-        return {setting: rows.digest for setting, rows in found if rows is not None}
+        return {setting: rows.digest for setting, rows in zip(ROWS, self, strict=True) if rows is not None}
 
     @property
     def columns(self) -> list[str]:
@@ -75,9 +74,8 @@ def require_same(found: Mapping[str, Any], advice: str) -> None:
 
 def log_inputs(inputs: Inputs) -> None:
     """Print how many rows of each source are used."""
-    named: dict[str, Any] = {"training prompts": inputs.train, "held-out prompts": inputs.held_out}
-    named["demonstrations"] = inputs.demonstrations
-    for name, found in named.items():
+    names = ("training prompts", "held-out prompts", "demonstrations")
+    for name, found in zip(names, inputs, strict=True):
         if found is not None:
             left_out = f"{found.dropped_overlong} too long, {found.mapped_out} dropped by map"
             say(f"{len(found)} {name} of {found.rows} rows ({left_out}, {found.truncated} truncated)")
