@@ -54,11 +54,8 @@ def device_name(device: str) -> str:
 
 def commit() -> str | None:
     """Return the checkout's commit, "-dirty" if tracked files differ, or SMOPD_COMMIT."""
-    if given := os.environ.get("SMOPD_COMMIT"):
-        return given
-    head = _output("git", "rev-parse", "--short=12", "HEAD")
-    changed = _output("git", "status", "--porcelain", "--untracked-files=no")
-    return f"{head}-dirty" if head and changed else head
+    described = ("git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    return os.environ.get("SMOPD_COMMIT") or _output(*described)
 
 
 def _output(*command: str) -> str | None:
