@@ -34,8 +34,6 @@ class Result:
     seed: int
     settings: Mapping[str, Any]
     runs: Mapping[str, Mapping[str, Any]]
-    environment: Mapping[str, Any]
-    seconds: float
 
     @cached_property
     def labels(self) -> dict[str, str]:
@@ -73,7 +71,7 @@ def read(path: Path) -> Result:
     kept = json.loads(path.read_text())
     experiment = max((name for name in EXPERIMENTS if path.stem.startswith(f"{name}_")), key=len)
     seed = int(path.stem.rsplit("_", 1)[1])
-    return Result(experiment, seed, kept["settings"], kept["runs"], kept["environment"], kept["seconds"])
+    return Result(experiment, seed, kept["settings"], kept["runs"])
 
 
 def keep(folder: Path, path: Path, seconds: float) -> None:
@@ -96,11 +94,7 @@ def _numbers(run: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"evaluation": json.loads((run / "evaluation.json").read_text())}
     if (steps := run / "metrics.jsonl").exists():
         rows = [json.loads(line) for line in steps.read_text().splitlines()]
-        names = (
-            [name for name in rows[0] if name.startswith("reward/") and name.endswith("/mean")]
-            if rows
-            else []
-        )
+        names = [name for row in rows[:1] for name in row if re.fullmatch("reward/.*/mean", name)]
         found["curves"] = {name: [round(row[name], 3) for row in rows] for name in names}
     if (run / "merge.json").exists():
         found["chosen"] = json.loads((run / "merge.json").read_text())["chosen"]
