@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -43,14 +44,15 @@ def read_messages(value: Sequence[Any]) -> tuple[Message, ...]:
 
 def read_tools(value: Any) -> list[Any] | None:
     """Return a row's tools from a list of JSON schemas or its JSON text; None without tools."""
-    tools = json.loads(value) if isinstance(value, str) and value.strip() else value
-    if not tools:
-        return None
-    if isinstance(tools, (list, tuple)):
-        tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
-        if all(isinstance(tool, Mapping) for tool in tools):
-            return tools
-    raise ValueError(f"is {str(value)[:60]!r}, expected a list of JSON schemas, or its JSON text")
+    with suppress(ValueError, RecursionError):
+        tools = json.loads(value) if isinstance(value, str) and value.strip() else value
+        if not tools:
+            return None
+        if isinstance(tools, (list, tuple)):
+            tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
+            if all(isinstance(tool, Mapping) for tool in tools):
+                return tools
+    raise ValueError(f"tools is {str(value)[:60]!r}, expected a list of JSON schemas, or its JSON text")
 
 
 def text_of(message: Message) -> str:

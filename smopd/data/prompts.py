@@ -120,15 +120,6 @@ class Encoder:
         limit, kept, columns, content = self.max_prompt_tokens, array("q"), dict[str, None](), list[str]()
         read = ((index, rows[index]) for index in part)
         found = [(index, row) for index, row in read if row is not None]
-        for index, row in found:
-            taken = [name for name in REWARD_ARGUMENTS if name in row and name != self.prompt_column]
-            if self.completion_column is not None:
-                _text(row, self.completion_column, self.source, index)
-            elif taken:
-                raise ValueError(
-                    f"{self.source}: row {index}: column {taken[0]!r} has the name of an argument of "
-                    "rewards, expected another name (a map can rename it)"
-                )
         texts = [self.text(index, row) for index, row in found]
         dropped = truncated = 0
         for (index, row), text, count in zip(found, texts, self.counts(texts), strict=True):
@@ -152,16 +143,18 @@ class Encoder:
 
     def text(self, index: int, row: Row) -> str:
         """Return the row's prompt as text; raise ValueError naming source and row."""
-        content = row_content(row, self.prompt_column, self.source, index)
+        taken = [name for name in REWARD_ARGUMENTS if name in row and name != self.prompt_column]
         try:
-            tools = read_tools(row.get("tools"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{self.source}: row {index}: column 'tools' {error}") from None
-        try:
+            if self.completion_column is not None:
+                _text(row, self.completion_column)
+            elif taken:
+                expected = "expected another name than an argument of rewards (a map can rename it)"
+                raise ValueError(f"got the column {taken[0]!r}, {expected}")
+            content, tools = row_content(row, self.prompt_column), read_tools(row.get("tools"))
             text = render(self.tokenizer, content, tools, template_options(self.template_kwargs, row))
+            return _whole(text, self.prompt_column)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{self.source}: row {index}: {error}") from error
-        return _whole(text, f"{self.source}: row {index}: column {self.prompt_column!r}")
 
     def counts(self, texts: Sequence[str]) -> list[int]:
         """Return the tokens of each text; an estimate if it is certainly within or over the limit."""
@@ -189,7 +182,7 @@ class Encoder:
         if limit is not None:
             text = text[-CHARS_PER_TOKEN * (limit + 1) :]
         ids = self.tokens([text])[0]
-        content = row_content(row, self.prompt_column, self.source, index)
+        content = row_content(row, self.prompt_column)
         start = response_start(self.tokenizer, content, template_options(self.template_kwargs, row))
         columns = {name: row[name] for name in row if name != self.prompt_column}
         return Prompt(index, content, tuple(ids if limit is None else ids[-limit:]), columns, start)
@@ -327,17 +320,17 @@ def batch_indices(n: int, batch_size: int, step: int, seed: int) -> list[int]:
     return indices
 
 
-def row_content(row: Row, column: str, source: str, index: int) -> Content:
-    """Return the row's prompt, a text or chat messages; raise ValueError naming source and row."""
+def row_content(row: Row, column: str) -> Content:
+    """Return the row's prompt, a text or chat messages; raise ValueError for anything else."""
     value = row.get(column)
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = _chat_in_json(value)
     if not isinstance(value, (list, tuple)):
-        return _text(row, column, source, index, "a text or a list of chat messages")
+        return _text(row, column, "a text or a list of chat messages")
     try:
         return read_messages(value)
     except ValueError as error:
-        raise ValueError(f"{source}: row {index}: column {column!r}: {error}") from None
+        raise ValueError(f"column {column!r}: {error}") from None
 
 
 def _chat_in_json(text: str) -> str | list[Any]:
@@ -378,25 +371,22 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _text(row: Mapping[str, Any], column: str, source: str, index: int, expected: str = "a text") -> str:
+def _text(row: Mapping[str, Any], column: str, expected: str = "a text") -> str:
     if column not in row:
         there = ", ".join(map(repr, row)) or "none"
-        raise ValueError(
-            f"{source}: row {index} has no column {column!r}{nearest(column, row)}; it has {there}"
-        )
-    value, where = row[column], f"{source}: row {index}: column {column!r}"
+        raise ValueError(f"no column {column!r}{nearest(column, row)}; there are {there}")
+    value = row[column]
     if isinstance(value, str) and value.strip():
-        return _whole(value, where)
+        return _whole(value, column)
     got = repr(value) if value is None or isinstance(value, str) else f"a {type(value).__name__}"
-    raise ValueError(f"{where} is {got}, expected {expected}")
+    raise ValueError(f"column {column!r} is {got}, expected {expected}")
 
 
-def _whole(text: str, where: str) -> str:
+def _whole(text: str, column: str) -> str:
     """Return the text; raise ValueError if it has an unpaired surrogate, which no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{where} has {text[error.start]!r} at {error.start}, half of a pair, expected whole characters"
-        ) from error
+        got = f"column {column!r} has {text[error.start]!r} at {error.start}, half of a pair"
+        raise ValueError(f"{got}, expected whole characters") from error
     return text

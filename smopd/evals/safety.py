@@ -152,10 +152,13 @@ def load_safety_items(data: str | Path) -> list[Item]:
 
 def prompt_messages(row: Mapping[str, Any], source: str, index: int) -> tuple[Message, ...]:
     """Return a row's `prompt`: chat messages that end with the user. A ValueError names source and row."""
-    chat = row_content(dict(row), "prompt", source, index)
-    if isinstance(chat, str) or chat[-1]["role"] != "user":
-        got = "a text" if isinstance(chat, str) else f"a chat that ends with {chat[-1]['role']}"
-        raise ValueError(f"{source}: row {index}: prompt is {got}, expected messages that end with user")
+    try:
+        chat = row_content(dict(row), "prompt")
+        if isinstance(chat, str) or chat[-1]["role"] != "user":
+            got = "a text" if isinstance(chat, str) else f"a chat that ends with {chat[-1]['role']}"
+            raise ValueError(f"prompt is {got}, expected messages that end with user")
+    except ValueError as error:
+        raise ValueError(f"{source}: row {index}: {error}") from None
     return tuple({"role": message["role"], "content": message["content"]} for message in chat)
 
 
