@@ -1,1 +1,1 @@
-"""Rewards: functions by import path that score completions; `isolation` runs them in killable workers."""
+"""Rewards: functions by import path that score completions; `pool` runs them in killable workers."""
