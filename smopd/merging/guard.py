@@ -203,7 +203,7 @@ class Starter:
         def score(candidate: Candidate) -> Rewards:
             weights = self.vectors.merged(candidate.parts)
             engine().load_weights(self.vectors.with_tied(weights), engine().policy_version + 1)
-            answered = answers(names, prompts, engine(), self.rewarder, sampling, self.conversations)
+            answered = answers(prompts, engine(), self.rewarder, sampling, self.conversations)
             found = means(names, answered)
             if unscored := [name for name in names if found[name] is None]:
                 raise ValueError(f"guard: {unscored[0]} could score no response of {candidate.name}")

@@ -110,7 +110,7 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     def record(self, result: StepResult, metrics: Metrics) -> None:
         """Reduce the step's metrics over all ranks and write them; a collective call."""
-        add_rewards(metrics, self.settings, result.batch, result.rewards)
+        add_rewards(metrics, result.batch, result.rewards)
         add_batch(metrics, result)
         add_updates(metrics, result.updates)
         add_policies(metrics, result)
@@ -178,29 +178,28 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     def _write_samples(self, result: StepResult) -> None:
         batch, rewards = result.batch, result.rewards
-        names = [reward.name for reward in self.settings.rewards]
         for i, text in enumerate(rewards.texts[: self.settings.log.samples_per_step]):
             self.samples.write(
                 {
                     "step": result.step,
                     "prompt": batch.prompts[i].content,
                     "response": text,
-                    "rewards": dict(zip(names, rewards.rewards_RK[i].tolist(), strict=True)),
+                    "rewards": dict(zip(rewards.names, rewards.rewards_RK[i].tolist(), strict=True)),
                     "advantage": float(result.adv_R[i]),
                 }
             )
 
 
-def add_rewards(metrics: Metrics, settings: Settings, batch: Batch, rewards: RewardBatch) -> None:
+def add_rewards(metrics: Metrics, batch: Batch, rewards: RewardBatch) -> None:
     """Add each reward's mean and deviation, its groups without variance, and its failures."""
     groups = batch.group_R.unique()
-    for k, reward in enumerate(settings.rewards):
-        name, values_R = f"reward/{reward.name}", rewards.rewards_RK[:, k]
+    for k, reward in enumerate(rewards.names):
+        name, values_R = f"reward/{reward}", rewards.rewards_RK[:, k]
         metrics.add(name, values_R, spread=True)
         metrics.add(f"{name}/unscorable", values_R.isnan().double())
-        for kind, count in rewards.failures[reward.name].items():
+        for kind, count in rewards.failures[reward].items():
             metrics.add(f"{name}/failed/{kind}", count / max(1, len(values_R)))
-        metrics.add(f"{name}/worker_restarts", float(rewards.restarts.get(reward.name, 0)))
+        metrics.add(f"{name}/worker_restarts", float(rewards.restarts.get(reward, 0)))
         scored = [values_R[(batch.group_R == group) & ~values_R.isnan()] for group in groups]
         equal = [float((own == own[0]).all()) for own in scored if len(own)]
         metrics.add(f"{name}/zero_variance_groups", torch.tensor(equal))

@@ -42,14 +42,13 @@ def evaluate_held_out(
     values: dict[str, float | None] = {}
     items: list[dict[str, Any]] = []
     for kind, sampling in kinds.items():
-        answered = answers(names, prompts, engine, rewarder, sampling, conversations)
+        answered = answers(prompts, engine, rewarder, sampling, conversations)
         values |= {f"{kind}/{name}": value for name, value in means(names, answered).items()}
         items += [{"prompt": item["prompt"], "kind": kind} | item for item in answered]
     return values, items
 
 
 def answers(
-    names: Sequence[str],
     prompts: Sequence[Prompt],
     engine: RolloutEngine,
     rewarder: Rewarder,
@@ -70,7 +69,7 @@ def answers(
                 "prompt": prompt.index,
                 "response": rewards.texts[r],
                 "finished": rollout.finished,
-                "rewards": dict(zip(names, values, strict=True)),
+                "rewards": dict(zip(rewards.names, values, strict=True)),
             }
         )
     gathered = [item for share in distributed.gather_objects(own) for item in share]
