@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from smopd.engine.models.loading import UnusableModel, load_errors, place_of, stored_dtype
-from smopd.engine.remote.servers import Request, RetryPolicy, Servers, ServerUnavailable
+from smopd.engine.remote.servers import Request, Servers, ServerUnavailable
 
 # Name of the head in safe-rlhf and align-anything, which trained Beaver and the paper's pair.
 HEAD_NAMES = {r"^score_head\.": "score."}
@@ -63,8 +63,8 @@ class LocalPreferenceModel:
 class RemotePreferenceModel:
     """`LocalPreferenceModel` on servers, each `vllm serve MODEL --runner pooling`."""
 
-    def __init__(self, urls: Sequence[str], retry: RetryPolicy | None = None):
-        self._servers = Servers(urls, retry)
+    def __init__(self, urls: Sequence[str]):
+        self._servers = Servers(urls)
         self._names: dict[str, str] = {}
         self._probed: list[float] = []
         self.max_tokens = 2**31

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from time import monotonic
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import httpx
 
@@ -34,6 +34,9 @@ MAX_REASON = 300  # ours: characters of a server's error message that are logged
 BUSY = (408, 425, 429, 500, 502, 503, 504)
 """Statuses after which the same request may succeed."""
 HEALTH_SECONDS = 5.0  # ours: deadline of a health check
+RETRIES = 5  # ours: further attempts at a busy server before it is removed
+CONCURRENCY = 64  # ours: requests in flight per server
+BACKOFF_SECONDS = 0.5  # ours: before the first retry; doubles up to the next
 MAX_BACKOFF_SECONDS = 30.0  # ours
 
 log = logging.getLogger(__name__)
@@ -121,22 +124,6 @@ async def _exchange(http: httpx.AsyncClient, url: str, request: Request) -> http
     return httpx.Response(response.status_code, content=bytes(content))
 
 
-class RetryPolicy(NamedTuple):
-    """When to retry a request and when to remove a server.
-
-    Attributes:
-        deadline_seconds: of one attempt; a server that misses it is removed.
-        retries: further attempts at a busy server before it is removed.
-        backoff_seconds: before the first retry; doubles up to MAX_BACKOFF_SECONDS.
-        concurrency: requests in flight per server.
-    """
-
-    deadline_seconds: float = REQUEST_SECONDS
-    retries: int = 5
-    backoff_seconds: float = 0.5
-    concurrency: int = 64
-
-
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
     """Return the event loop of all clients, which runs in a daemon thread."""
@@ -155,11 +142,10 @@ class Servers:
         bad_answers: number of malformed answers so far.
     """
 
-    def __init__(self, urls: Sequence[str], retry: RetryPolicy | None = None):
+    def __init__(self, urls: Sequence[str]):
         self.urls = [url.rstrip("/") for url in urls]
         if not self.urls or len(set(self.urls)) != len(self.urls):
             raise ValueError(f"urls: got {list(urls)}, expected one or more different ones")
-        self.retry = retry or RetryPolicy()
         self.removed: dict[str, str] = {}
         self.bad_answers = 0
         self._pause: dict[str, float] = {}  # seconds without health checks after a missed deadline
@@ -223,7 +209,7 @@ class Servers:
 
         async def all_items() -> None:
             while waiting and self.alive:
-                each = min(self.retry.concurrency, len(waiting))
+                each = min(CONCURRENCY, len(waiting))
                 workers = [asyncio.create_task(work(url)) for url in self.alive for _ in range(each)]
                 try:
                     await asyncio.gather(*workers)
@@ -237,20 +223,19 @@ class Servers:
         return [answers[i] for i in range(len(items))]
 
     async def _ask(self, url: str, request: Request, read: Callable[[httpx.Response], A]) -> A:
-        policy = self.retry
-        for attempt in range(policy.retries + 1):
+        for attempt in range(RETRIES + 1):
             if attempt:
-                pause = min(MAX_BACKOFF_SECONDS, policy.backoff_seconds * 2 ** (attempt - 1))
+                pause = min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2 ** (attempt - 1))
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             if url in self.removed:
                 break
             try:
-                return await ask(self._http, url, request, read, policy.deadline_seconds)
+                return await ask(self._http, url, request, read, REQUEST_SECONDS)
             except ServerUnavailable as error:
                 self.bad_answers += error.cause == "bad answer"
                 if error.cause == "late":
-                    self._pause_checks(url, policy.deadline_seconds)
-                if error.cause != "busy" or attempt == policy.retries:
+                    self._pause_checks(url, REQUEST_SECONDS)
+                if error.cause != "busy" or attempt == RETRIES:
                     raise
         raise ServerUnavailable(self.removed[url])
 

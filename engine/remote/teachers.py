@@ -16,7 +16,7 @@ import torch
 from smopd.engine.local.teachers import Dropping, empty_topk
 from smopd.engine.models.loading import UnusableModel
 from smopd.engine.models.packing import flat_offsets
-from smopd.engine.remote.servers import Request, RetryPolicy, Servers, ServerUnavailable
+from smopd.engine.remote.servers import Request, Servers, ServerUnavailable
 from smopd.engine.remote.wire import answer_bytes, pack_request, unpack_answer
 from smopd.engine.types import Rollout, TeacherTopK
 from smopd.kernels.checks import check_kappa
@@ -49,17 +49,11 @@ class RemoteTeachers(Dropping):
     """
 
     def __init__(
-        self,
-        urls: Sequence[Sequence[str]],
-        vocabulary: int,
-        probe: Probe,
-        kappa: int,
-        temperature: float,
-        retry: RetryPolicy | None = None,
+        self, urls: Sequence[Sequence[str]], vocabulary: int, probe: Probe, kappa: int, temperature: float
     ):
         self.vocabulary, self.rows, self.probe = vocabulary, vocabulary, probe
         self.kappa, self.temperature = kappa, temperature
-        self.teachers = [Servers(each, retry) for each in urls]
+        self.teachers = [Servers(each) for each in urls]
         self.digests: dict[int, str] = {}  # of each teacher's weights, from its first server
         for m, servers in enumerate(self.teachers):
             self._admit(m, servers.urls, starting=True)

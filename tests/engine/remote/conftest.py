@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from smopd.engine.remote import servers
+
 Answer = tuple[int, Any] | None
 """Status and body (bytes or JSON); None closes the connection."""
 
@@ -70,6 +72,13 @@ class Raw(Loopback):
                     write(self.request.sendall)
 
         self.serve(ThreadingTCPServer(("127.0.0.1", 0), Handler))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"REQUEST_SECONDS": 20.0, "RETRIES": 2, "BACKOFF_SECONDS": 0.01, "CONCURRENCY": 2}
+    for name, value in limits.items():
+        monkeypatch.setattr(servers, name, value)
 
 
 @pytest.fixture

@@ -8,11 +8,8 @@ import pytest
 
 from smopd.engine.errors import NoServer
 from smopd.engine.preference import PROBE, RemotePreferenceModel
-from smopd.engine.remote.servers import RetryPolicy
 from smopd.rewards.preference_model import preference_reward
 from tests.smopd.rewards.tiny_preference import byte_tokenizer
-
-QUICK = RetryPolicy(deadline_seconds=20.0, retries=2, backoff_seconds=0.01, concurrency=2)
 
 
 class Endpoint:
@@ -61,7 +58,7 @@ def test_a_server_of_another_model_is_removed(loopback):
     first, same, other = (Endpoint() for _ in range(3))
     other.offset = 0.5
     urls = [loopback(each).url for each in (first, same, other)]
-    model = RemotePreferenceModel(urls, QUICK)
+    model = RemotePreferenceModel(urls)
     assert [*model._servers.removed] == urls[2:] and "the first server" in model._servers.removed[urls[2]]
     other.offset, same.offset = 0.0, 0.5
     model._servers.remove(urls[1], "gone")
@@ -84,4 +81,4 @@ def scores(*probs):
 def test_a_server_that_misbehaves_is_named(loopback, wrong, message):
     server = loopback(Endpoint(lambda count: wrong))
     with pytest.raises(NoServer, match=f"{server.url}: .*{message}"):
-        RemotePreferenceModel([server.url], QUICK).score([(1, 2), (3,)], 100)
+        RemotePreferenceModel([server.url]).score([(1, 2), (3,)], 100)

@@ -10,12 +10,11 @@ import torch
 
 from smopd.engine.errors import NoServer
 from smopd.engine.remote.rollout import GENERATE, PROBE, RemoteRollout
-from smopd.engine.remote.servers import RetryPolicy, Servers
+from smopd.engine.remote.servers import Servers
 from smopd.engine.types import Sampling
 
 VOCABULARY, END = 50, 1
 SAMPLING = Sampling(n=4, max_new_tokens=3)
-QUICK = RetryPolicy(deadline_seconds=30.0, retries=1, backoff_seconds=0.01, concurrency=2)
 
 
 def good(label, **changes):
@@ -56,7 +55,7 @@ def sampling(loopback):
     def make(*answers):
         """Return a client and one server for each of `answers`."""
         servers = [Sampler(loopback, answer) for answer in answers]
-        rollouts = RemoteRollout(Servers([one.url for one in servers], QUICK), [END], 8, VOCABULARY)
+        rollouts = RemoteRollout(Servers([one.url for one in servers]), [END], 8, VOCABULARY)
         for one in servers:
             one.label = rollouts.label(0)
         return rollouts, servers
@@ -106,9 +105,9 @@ def test_a_server_that_cannot_serve_is_refused_at_the_start(loopback, path, stat
     fits = Sampler(loopback, good)
     wrong = loopback(lambda at, body: (status, {}) if at == path else (405 if at == GENERATE else 200, {}))
     with pytest.raises(ValueError, match=f"{wrong.url}: {path}: status {status}.*VLLM_SERVER_DEV_MODE=1"):
-        RemoteRollout(Servers([fits.url, wrong.url], QUICK), [END], 8, VOCABULARY)
+        RemoteRollout(Servers([fits.url, wrong.url]), [END], 8, VOCABULARY)
     with pytest.raises(ValueError, match=f"{fits.url}: has room for 64 tokens, expected 65"):
-        RemoteRollout(Servers([fits.url], QUICK), [END], 65, VOCABULARY)
+        RemoteRollout(Servers([fits.url]), [END], 65, VOCABULARY)
 
 
 @pytest.mark.parametrize(

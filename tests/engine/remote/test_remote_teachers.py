@@ -22,7 +22,6 @@ from safetensors.torch import load, save
 from smopd.engine.errors import NoServer
 from smopd.engine.local.teachers import LocalTeachers, load_teachers
 from smopd.engine.models.loading import UnusableModel
-from smopd.engine.remote.servers import RetryPolicy
 from smopd.engine.remote.teachers import Probe, RemoteTeachers
 from smopd.engine.remote.wire import pack, pack_request, unpack_answer
 from smopd.engine.settings import Packing
@@ -35,7 +34,6 @@ pytest.importorskip("starlette")
 uvicorn = pytest.importorskip("uvicorn")
 application = pytest.importorskip("smopd.engine.teacher_server").application
 
-QUICK = RetryPolicy(deadline_seconds=30.0, retries=1, backoff_seconds=0.01, concurrency=2)
 MODEL, TOKENIZER = world_model(0)
 VOCABULARY = MODEL.config.vocab_size
 PROBE = Probe("call the", tuple(TOKENIZER.encode("call the", add_special_tokens=False)))
@@ -97,7 +95,7 @@ def urls(serve, paths: list[str]) -> list[str]:
 
 def remote(*urls: str, kappa: int = 4, temperature: float = 1.0, **options) -> RemoteTeachers:
     """One teacher for each of `urls`, which may list several servers with commas."""
-    given = {"vocabulary": VOCABULARY, "probe": PROBE, "retry": QUICK} | options
+    given = {"vocabulary": VOCABULARY, "probe": PROBE} | options
     return RemoteTeachers([url.split(",") for url in urls], kappa=kappa, temperature=temperature, **given)
 
 

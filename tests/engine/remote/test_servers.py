@@ -12,11 +12,9 @@ import pytest
 
 from smopd.engine.errors import NoServer
 from smopd.engine.remote import servers as module
-from smopd.engine.remote.servers import Request, RetryPolicy, Servers, ServerUnavailable
+from smopd.engine.remote.servers import Request, Servers, ServerUnavailable
 from tests.engine.remote.conftest import Loopback, Raw
 from tests.patience import HANG_SECONDS
-
-QUICK = RetryPolicy(deadline_seconds=20.0, retries=2, backoff_seconds=0.01, concurrency=4)
 
 
 def echo(path, body):
@@ -33,7 +31,7 @@ def answers(n=40):
 
 def test_answers_come_in_order_from_all_servers_to_several_threads(loopback, caplog):
     each, found = [loopback(echo) for _ in range(2)], []
-    servers = Servers([server.url for server in each], QUICK)
+    servers = Servers([server.url for server in each])
     threads = [threading.Thread(target=lambda: found.append(asked(servers))) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -48,7 +46,7 @@ def test_answers_come_in_order_from_all_servers_to_several_threads(loopback, cap
 
 def test_a_busy_server_is_asked_again(loopback):
     busy = loopback(lambda path, body: (503 if len(busy.calls) <= 2 else 200, body))
-    servers = Servers([busy.url], RetryPolicy(retries=4, backoff_seconds=0.01, concurrency=2))
+    servers = Servers([busy.url])
     assert asked(servers, 8) == answers(8)
     assert len(busy.calls) == 10 and not servers.removed
 
@@ -58,7 +56,7 @@ def test_requests_of_a_dying_server_go_to_the_others_and_it_is_restored(loopback
     dying = loopback(lambda path, body: None if path == "/echo" and len(dying.calls) > 3 else (200, body))
     gone = loopback(echo)
     gone.server.server_close()
-    servers = Servers([dying.url, gone.url, healthy.url], QUICK)
+    servers = Servers([dying.url, gone.url, healthy.url])
     assert asked(servers, 60) == answers(60)
     assert set(servers.removed) == {dying.url, gone.url}
     assert f"{dying.url} is removed" in caplog.text
@@ -117,8 +115,9 @@ def test_a_server_that_fails_is_removed_and_its_requests_go_elsewhere(
     monkeypatch.setattr(module, "MAX_ANSWER_BYTES", 1 << 20)
     raw = answer.__name__ == "write"
     bad, good = loopback(answer, kind=Raw if raw else Loopback), loopback(echo)
-    retry = RetryPolicy(deadline_seconds=2.0, retries=2, backoff_seconds=0.01, concurrency=1)
-    servers = Servers([bad.url, good.url], retry)
+    monkeypatch.setattr(module, "REQUEST_SECONDS", 2.0)
+    monkeypatch.setattr(module, "CONCURRENCY", 1)
+    servers = Servers([bad.url, good.url])
     assert asked(servers, 12, read) == answers(12)
     assert list(servers.removed) == [bad.url] and servers.removed[bad.url].startswith(reason)
     assert bool(servers.bad_answers) == reason.startswith("gave a bad answer")
@@ -126,7 +125,7 @@ def test_a_server_that_fails_is_removed_and_its_requests_go_elsewhere(
         assert bad.calls == ["/echo"], "it is not asked again"
     assert servers.restore() == ([bad.url] if healthy else [])
     monkeypatch.setattr(module, "MAX_ANSWER_BYTES", 1 << 40)  # a GET has a limit of its own
-    alone = Servers([bad.url], retry)
+    alone = Servers([bad.url])
     with pytest.raises(NoServer) as raised:
         alone.each(Request("/echo"), lambda answer: read(bad.url, answer, None))
     assert str(raised.value).startswith(f"no server is left: {bad.url}: {reason}")
@@ -139,7 +138,7 @@ def test_urls_must_be_there_and_differ(urls):
 
 
 def test_an_error_of_ours_is_raised_and_removes_nobody(loopback):
-    servers = Servers([loopback(echo).url], QUICK)
+    servers = Servers([loopback(echo).url])
 
     def request(url, item):
         raise KeyError("a mistake of ours")
@@ -155,7 +154,8 @@ def test_a_late_server_is_left_alone_and_longer_each_time(loopback, monkeypatch)
         lambda path, body: (200, body) if path == "/health" or released.wait(HANG_SECONDS) else None,
         parallel=True,
     )
-    servers = Servers([hung.url], RetryPolicy(deadline_seconds=1.0, retries=0, concurrency=2))
+    monkeypatch.setattr(module, "REQUEST_SECONDS", 1.0)
+    servers = Servers([hung.url])
     now = 1000.0
     monkeypatch.setattr(module, "monotonic", lambda: now)
     for rest in (1.0, 2.0, 4.0):
@@ -168,12 +168,13 @@ def test_a_late_server_is_left_alone_and_longer_each_time(loopback, monkeypatch)
     released.set()
 
 
-def test_what_interrupts_the_waiting_thread_ends_the_requests(loopback):
+def test_what_interrupts_the_waiting_thread_ends_the_requests(loopback, monkeypatch):
     def interrupted(number, frame):
         raise KeyboardInterrupt
 
     slow = loopback(lambda path, body: time.sleep(0.2) or (200, body))
-    servers = Servers([slow.url], RetryPolicy(concurrency=1))
+    monkeypatch.setattr(module, "CONCURRENCY", 1)
+    servers = Servers([slow.url])
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1))
     before = signal.signal(signal.SIGUSR1, interrupted)
     try:

@@ -15,7 +15,7 @@ pytest.importorskip("starlette")
 from smopd.engine.errors import NoServer
 from smopd.engine.local.teachers import load_teachers
 from smopd.engine.remote.rollout import RemoteRollout
-from smopd.engine.remote.servers import RetryPolicy, Servers
+from smopd.engine.remote.servers import Servers
 from smopd.engine.remote.teachers import Probe, RemoteTeachers
 from smopd.engine.settings import Packing
 from smopd.engine.types import Sampling
@@ -30,9 +30,14 @@ from tests.smopd.recipes import metric_lines, write_recipe
 PROMPTS = [(5, 9, 11), (7,), (20, 21, 22, 23, 24, 25), (30, 31), (40,)]
 GROUPS = [3, 8, 9, 11, 40]
 GREEDY = Sampling(temperature=0.0, max_new_tokens=8)
-QUICK = RetryPolicy(deadline_seconds=120.0, retries=3, backoff_seconds=0.01, concurrency=2)
 KAPPA = 6
 VOCABULARY = world_model(0)[0].config.vocab_size
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr("smopd.engine.remote.servers.BACKOFF_SECONDS", 0.01)
+    monkeypatch.setattr("smopd.engine.remote.servers.CONCURRENCY", 2)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +59,7 @@ def pair(model_folder):
 
 
 def remote(*servers: Process, transfer: str = "files") -> RemoteRollout:
-    return RemoteRollout(Servers([one.url for one in servers], QUICK), [1], 32, VOCABULARY, transfer)
+    return RemoteRollout(Servers([one.url for one in servers]), [1], 32, VOCABULARY, transfer)
 
 
 def weights_of(seed: int):
@@ -156,7 +161,7 @@ def test_a_teacher_server_with_vllm(model_folder, tmp_path):
     local = load_teachers([model_folder] * 2, Packing(micro_batch_tokens=200), VOCABULARY, torch.float32)
     with serving(ours):
         urls = [[ours.url], [ours.url]]
-        there = RemoteTeachers(urls, VOCABULARY, probe, KAPPA, 0.7, retry=QUICK)
+        there = RemoteTeachers(urls, VOCABULARY, probe, KAPPA, 0.7)
         found = there.score(rollouts, KAPPA, 0.7)
     expected = local.score(rollouts, KAPPA, 0.7)
     assert found.ids_NMS.equal(expected.ids_NMS)
