@@ -172,9 +172,7 @@ def load_teachers(
 def require_vocabulary(teacher: int, path: str, size: int, tokens: int) -> None:
     """Raise UnusableModel if the teacher's vocabulary is smaller than `tokens`."""
     if size < tokens:
-        raise UnusableModel(
-            f"teachers.models.{teacher}: {path} has a vocabulary of {size}, the student has {tokens} tokens"
-        )
+        raise UnusableModel(f"teachers.models.{teacher}: {path} has {size} rows, the student {tokens} tokens")
 
 
 def empty_topk(n_tokens: int, n_teachers: int, n_support: int, device: torch.device | str) -> TeacherTopK:

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import torch
 
-from smopd.engine.local.teachers import Dropping, empty_topk
+from smopd.engine.local.teachers import Dropping, empty_topk, require_vocabulary
 from smopd.engine.models.loading import UnusableModel
 from smopd.engine.models.packing import flat_offsets
 from smopd.engine.remote.servers import Request, Servers, ServerUnavailable
@@ -120,8 +120,7 @@ class RemoteTeachers(Dropping):
         text = Request("/tokenize", json={"prompt": self.probe.text, "add_special_tokens": False})
         if servers.ask(url, text, lambda answer: tuple(answer.json()["tokens"])) != self.probe.token_ids:
             raise UnusableModel(f"{name} has another tokenizer than the student, expected one of its family")
-        if rows < self.probe.tokens:
-            raise UnusableModel(f"{name} has {rows} rows, the student has {self.probe.tokens} tokens")
+        require_vocabulary(m, url, rows, self.probe.tokens)
         self.rows = min(self.rows, rows)
         if vocabulary != self.vocabulary:
             expected = f"expected the student's {self.vocabulary} (--vocabulary)"

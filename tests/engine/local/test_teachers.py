@@ -43,7 +43,7 @@ def test_no_teacher_and_a_smaller_vocabulary_are_refused() -> None:
     with pytest.raises(ValueError, match="teachers: got none"):
         LocalTeachers([], PACKING, VOCABULARY)
     for more, tokens in (({}, 60), ({"tokens": VOCABULARY + 1}, VOCABULARY + 1)):
-        message = f"models.1: .*vocabulary of {VOCABULARY}, the student has {tokens} tokens"
+        message = f"models.1: .* has {VOCABULARY} rows, the student {tokens} tokens"
         with pytest.raises(UnusableModel, match=message):
             LocalTeachers([widened(tiny_model(), 60), tiny_model()], PACKING, 60, **more)
 

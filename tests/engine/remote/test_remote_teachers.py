@@ -135,7 +135,7 @@ def test_a_server_has_a_row_for_each_token_of_the_student(paths, urls, serve):
     padded = replace(PROBE, tokens=VOCABULARY)
     found = remote(url, vocabulary=larger, probe=padded).score(rollouts, 4, 1.0)
     assert found.logps_NMS.equal(remote(urls[0]).score(rollouts, 4, 1.0).logps_NMS)
-    with pytest.raises(UnusableModel, match=f"has {VOCABULARY} rows, the student has {VOCABULARY + 1} t"):
+    with pytest.raises(UnusableModel, match=f"has {VOCABULARY} rows, the student {VOCABULARY + 1} t"):
         remote(url, vocabulary=larger, probe=replace(PROBE, tokens=VOCABULARY + 1))
 
 

@@ -159,7 +159,7 @@ def test_what_cannot_be_served_is_refused(serve, folder: Path, tmp_path: Path) -
         ("", {}, FileNotFoundError, r"has no config\.json"),
         ("capped", {}, UnusableModel, r"final_logit_softcapping=30"),
         ("dora", {}, UnusableModel, r"vLLM does not serve it .*DoRA"),
-        (folder / "untied", {"vocabulary": 60}, UnusableModel, rf"of {VOCABULARY}, the student has 60 t"),
+        (folder / "untied", {"vocabulary": 60}, UnusableModel, rf"{VOCABULARY} rows, the student 60 t"),
     ):
         with pytest.raises(error, match=message):
             serve(str(tmp_path / name), **options)
