@@ -75,12 +75,16 @@ def read_adapter(path: str | Path) -> Adapter | None:
     base = config.get("base_model_name_or_path")
     if not base or not isinstance(base, str):
         raise UnusableModel(f"adapter {path}: base_model_name_or_path is {base!r}, expected its model")
-    for name in [*_names(path, config, "target_modules"), *_names(path, config, "modules_to_save")]:
+    given = config.get("target_modules") or []
+    targets = [given] if isinstance(given, str) else given
+    if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
+        raise UnusableModel(f"adapter {path}: target_modules is {str(given)[:80]!r}, expected module names")
+    for name in targets:
         if name.rsplit(".", 1)[-1] in EMBEDDINGS:
             raise UnusableModel(f"adapter {path}: adapts {name}, expected no embedding and no head")
-    besides = {name: value for name in BESIDES if (value := config.get(name)) not in (None, [], {}, "none")}
-    for name, value in besides.items():
-        raise UnusableModel(f"adapter {path}: {name} is {value!r}, expected none: adapters share their base")
+    for name in BESIDES:
+        if (value := config.get(name)) not in (None, [], {}, "none"):
+            raise UnusableModel(f"adapter {path}: {name} is {value!r}, expected none: the base is shared")
     if (weights := folder / "adapter_model.safetensors").is_file():
         with safe_open(weights, "pt") as opened:
             keys = list(opened.keys())
@@ -89,15 +93,6 @@ def read_adapter(path: str | Path) -> Adapter | None:
             expected = "low-rank matrices alone, and none of an embedding or a head"
             raise UnusableModel(f"adapter {folder}: has the tensor {wrong[0]}, expected {expected}")
     return Adapter(folder, base, config)
-
-
-def _names(path: str | Path, config: dict, field: str) -> list[str]:
-    """Return the module names, one or several, in a field of an adapter's config."""
-    found = config.get(field) or []
-    names = [found] if isinstance(found, str) else found
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise UnusableModel(f"adapter {path}: {field} is {str(found)[:80]!r}, expected names of modules")
-    return names
 
 
 def same_place(path: str | Path) -> str:
