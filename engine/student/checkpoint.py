@@ -19,9 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from smopd.engine import distributed
 from smopd.engine.errors import Failure
-from smopd.engine.files import empty_partial, flush, replace_folder, room_for, write_atomically
+from smopd.engine.files import DamagedFile, empty_partial, flush, replace_folder, room_for, write_atomically
 from smopd.engine.student.optimizers import apply_settings
-from smopd.engine.student.strategy import UnreadableState
 from smopd.engine.student.student import Student
 
 log = logging.getLogger(__name__)
@@ -33,11 +32,7 @@ T = TypeVar("T")
 
 
 class UnusableCheckpoint(Failure, RuntimeError):
-    """A checkpoint that this run cannot resume from."""
-
-
-class DamagedCheckpoint(UnusableCheckpoint):
-    """A checkpoint's files do not match its manifest."""
+    """A checkpoint that is damaged, or that this run cannot resume from."""
 
 
 class Checkpoints:
@@ -86,18 +81,18 @@ class Checkpoints:
         """Load the checkpoint of `step` or the newest: bit for bit on the same number of ranks.
 
         Return the step to resume from (0 without a checkpoint), and this rank's `extra`, None if the
-        number of ranks has changed. Raise DamagedCheckpoint, or UnusableCheckpoint for another strategy or
-        (DeepSpeed) another number of ranks.
+        number of ranks has changed. Raise UnusableCheckpoint if it is damaged, of another run or strategy, or
+        (DeepSpeed) of another number of ranks.
         """
         found = self._complete() if step is None else [self.folder / _name(step)]
-        newest = Path(str(distributed.broadcast_object(str(found[-1]) if found else "")))
-        if newest == Path():
+        newest = distributed.broadcast_object(found[-1] if found else None)
+        if newest is None:
             return 0, None
         manifest = read_manifest(newest)
         step, ranks, kind = (manifest.get(name) for name in ("step", "world_size", "strategy"))
         strategy = student.strategy
         if newest.name != _name(step):
-            raise DamagedCheckpoint(f"{newest}: is of step {step}, not its own; remove the folder to resume")
+            raise UnusableCheckpoint(f"{newest}: is of step {step}, not its own; remove the folder to resume")
         run = manifest.get("run")
         if run not in (None, distributed.on_rank0(lambda: self._run(run))):
             raise UnusableCheckpoint(f"{newest}: is of another run; remove the folder to resume")
@@ -112,9 +107,9 @@ class Checkpoints:
         try:
             strategy.restore(newest)
             process = torch.load(newest / own, weights_only=True)
-        except (UnreadableState, OSError, CheckpointException) as error:  # a file may be gone by now
+        except (DamagedFile, OSError, CheckpointException) as error:  # a file may be gone by now
             why = str(error).strip().splitlines()[-1]  # a CheckpointException has tracebacks
-            raise DamagedCheckpoint(f"{newest}: {why}; remove the folder to resume") from error
+            raise UnusableCheckpoint(f"{newest}: {why}; remove the folder to resume") from error
         apply_settings(student.optimizer, student.settings)
         if not same_ranks:
             log.warning("%s was saved by %s ranks: the run resumes, not bit for bit", newest, ranks)
@@ -196,23 +191,23 @@ def read_manifest(folder: Path, remove: str = "remove the folder to resume") -> 
         content = (folder / MANIFEST).read_bytes()
         expected = (folder / MANIFEST_DIGEST).read_text().split()[:1]
         if [hashlib.sha256(content).hexdigest()] != expected:
-            raise DamagedCheckpoint(f"{folder}: {MANIFEST} is not the one of {MANIFEST_DIGEST}; {remove}")
+            raise UnusableCheckpoint(f"{folder}: {MANIFEST} is not the one of {MANIFEST_DIGEST}; {remove}")
         manifest = json.loads(content)
         files = {folder / str(name): str(digest) for name, digest in manifest["files"].items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{folder}: no readable {MANIFEST} ({error}); {remove}") from error
+        raise UnusableCheckpoint(f"{folder}: no readable {MANIFEST} ({error}); {remove}") from error
     damaged = []
     for path, digest in _share(list(files.items())):
         found = file_digest(path) if os.path.isfile(path) else "no such file"
         if found != digest:
             damaged.append(f"{path}: SHA-256 is {found}, {MANIFEST} says {digest}; {remove}")
     for first in chain.from_iterable(distributed.gather_objects(damaged)):
-        raise DamagedCheckpoint(first)
+        raise UnusableCheckpoint(first)
     return dict(manifest)
 
 
 def require_whole(export: Path) -> None:
-    """Raise DamagedCheckpoint if an export differs from its manifest, if any; a collective call."""
+    """Raise UnusableCheckpoint if an export differs from its manifest, if any; a collective call."""
     if distributed.on_rank0((export / MANIFEST_DIGEST).exists):
         read_manifest(export, "its run has to be done again: remove the run's folder")
 

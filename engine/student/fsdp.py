@@ -16,10 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from smopd.engine import distributed
+from smopd.engine.files import DamagedFile
 from smopd.engine.models.loading import decoder_layers
 from smopd.engine.settings import TrainSettings
 from smopd.engine.student.optimizers import optimizer
-from smopd.engine.student.strategy import Output, Policy, Stats, ThroughHead, UnreadableState
+from smopd.engine.student.strategy import Output, Policy, Stats, ThroughHead
 from smopd.engine.types import TokenBatch
 
 ROOT_ONLY = 1_000_000_000  # parameters (ours): 8 GB more memory than wrapping each layer
@@ -162,9 +163,9 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def require_plain(metadata: Path) -> None:
-    """Raise UnreadableState if a checkpoint's `.metadata`, a pickle, does more than describe tensors."""
+    """Raise DamagedFile if a checkpoint's `.metadata`, a pickle, does more than describe tensors."""
     try:
         with metadata.open("rb") as file:
             _PlainUnpickler(file).load()
     except (pickle.UnpicklingError, EOFError, LookupError, AttributeError, TypeError) as error:
-        raise UnreadableState(f"{metadata}: does not only describe tensors ({error})") from error
+        raise DamagedFile(f"{metadata}: does not only describe tensors ({error})") from error

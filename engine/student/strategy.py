@@ -40,10 +40,6 @@ class Policy(nn.Module):
         return through_head(ahead, hidden_ND)
 
 
-class UnreadableState(ValueError):
-    """A saved state that its strategy cannot read."""
-
-
 class Strategy(Protocol):
     """Sharding of a policy in training. All methods are collective; gradients are summed, not averaged."""
 

@@ -22,7 +22,6 @@ from smopd.engine.settings import TrainSettings
 from smopd.engine.student import checkpoint, fsdp
 from smopd.engine.student.checkpoint import (
     Checkpoints,
-    DamagedCheckpoint,
     UnusableCheckpoint,
     export,
     read_manifest,
@@ -80,7 +79,7 @@ def test_a_checkpoint_keeps_the_moments_and_not_the_settings_of_adamw(tmp_path, 
         assert (group["weight_decay"], group["betas"], group["eps"]) == (0.5, (0.5, 0.6), 1e-3)
     states = [next(iter(each.optimizer.state.values())) for each in (trained, resumed)]
     assert states[0]["exp_avg"].full_tensor().equal(states[1]["exp_avg"].full_tensor())
-    with pytest.raises(DamagedCheckpoint, match="step_00000007: no readable"):
+    with pytest.raises(UnusableCheckpoint, match="step_00000007: no readable"):
         Checkpoints(tmp_path, keep=1).restore(resumed, 7)
 
 
@@ -156,7 +155,7 @@ DAMAGE = {
 @pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE.keys())
 def test_damage_is_refused_and_named(device, folder, damage, message):
     damage(folder)
-    with pytest.raises(DamagedCheckpoint, match=message) as error:
+    with pytest.raises(UnusableCheckpoint, match=message) as error:
         Checkpoints(folder.parent, keep=1).restore(make_student(device))
     assert str(folder.parent) in str(error.value) and "remove the folder" in str(error.value)
 
@@ -221,7 +220,7 @@ def test_exports_load_in_transformers(tmp_path, device, dtype, tied):
     assert not list(tmp_path.glob("*.partial"))
     require_whole(tmp_path / "export")
     flip(tmp_path / "export/model.safetensors", -1)
-    with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors: SHA-256 is"):
+    with pytest.raises(UnusableCheckpoint, match=r"model\.safetensors: SHA-256 is"):
         require_whole(tmp_path / "export")
 
 
@@ -237,5 +236,5 @@ def test_a_file_that_is_removed_after_the_check_is_named(tmp_path, device, monke
         return found
 
     monkeypatch.setattr(checkpoint, "read_manifest", check)
-    with pytest.raises(DamagedCheckpoint, match=r"step_00000001: .*; remove the folder to resume"):
+    with pytest.raises(UnusableCheckpoint, match=r"step_00000001: .*; remove the folder to resume"):
         checkpoints.restore(make_student(device))
