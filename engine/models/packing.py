@@ -36,12 +36,10 @@ def _pack(
 ) -> tuple[TokenBatch, ...]:
     offsets, plain = flat_offsets(rollouts), layout.attends == "plain"
     limit = layout.alone_above
-    alone = {i for i in range(len(rollouts)) if limit is not None and _length(rollouts, [i]) > limit}
-    batches = []
-    for i in sorted(alone):
-        batches.append(_lay_out(rollouts, offsets, [[[i]]], _length(rollouts, [i]), layout.attends))
+    alone = [i for i in range(len(rollouts)) if limit is not None and _length(rollouts, [i]) > limit]
+    batches = [_lay_out(rollouts, offsets, [[[i]]], _length(rollouts, [i]), layout.attends) for i in alone]
     others = [i for i in range(len(rollouts)) if i not in alone]
-    units = _units(rollouts, others, budget, share_prompts and not plain)
+    units = _units(rollouts, others, budget if share_prompts and not plain else 0)
     units.sort(key=lambda unit: _length(rollouts, unit), reverse=True)
     while units:
         longest = _length(rollouts, units[0])
@@ -81,12 +79,8 @@ def _length(rollouts: Sequence[Rollout], unit: list[int]) -> int:
     return len(rollouts[unit[0]].prompt_ids) + sum(max(0, len(rollouts[i].response_ids) - 1) for i in unit)
 
 
-def _units(
-    rollouts: Sequence[Rollout], chosen: Sequence[int], budget: int, share_prompts: bool
-) -> list[list[int]]:
-    """Return lists of rollouts that share one copy of their prompt, cut to fit the budget."""
-    if not share_prompts:
-        return [[i] for i in chosen]
+def _units(rollouts: Sequence[Rollout], chosen: Sequence[int], budget: int) -> list[list[int]]:
+    """Return lists of rollouts that share one copy of their prompt, cut to fit the budget; 0: none share."""
     units: list[list[int]] = []
     for _, members in groupby(chosen, key=lambda i: (rollouts[i].group, rollouts[i].prompt_ids)):
         unit: list[int] = []
