@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smopd.integrations.shared import log_weights, require_host, require_vocabulary
+from smopd.integrations.shared import log_weights, require_host
+from smopd.kernels.checks import require_ids
 from smopd.ops import CLIP_HIGH, CLIP_LOW, LossSettings, LossTokens, smopd_loss
 
 FIRST, BEFORE = "0.6", "0.9"  # versions with a known loss protocol
@@ -97,7 +98,7 @@ class SmopdLossFn:
             )
         logits = logits[:, :length]
         teacher_ids, teacher_logps = self._teachers(data, logits)
-        require_vocabulary(IDS, teacher_ids, logits.shape[2])
+        require_ids("SmopdLossFn", IDS, teacher_ids, logits.shape[2])
 
         def following(column_BT: Tensor) -> Tensor:
             return column_BT.to(logits.device).roll(-1, dims=1).flatten()

@@ -41,16 +41,6 @@ def require_same_tokens(
         raise ValueError(f"teacher {teacher} {text}")
 
 
-def require_vocabulary(teachers: str, ids: Tensor, vocab_size: int) -> None:
-    """Raise ValueError if an id is outside [0, vocab_size); costs one host synchronisation."""
-    if ids.numel() == 0:
-        return
-    low, high = torch.stack(torch.aminmax(ids)).tolist()
-    if low < 0 or high >= vocab_size:
-        expected = f"ids in [0, {vocab_size}), the columns of the student's logits, which must be whole"
-        raise ValueError(f"{teachers} has tokens {low} to {high}, expected {expected}")
-
-
 def log_weights(weights: Sequence[float]) -> Tensor:
     """Return the mixture's log alpha (Eq. 5), (M,) fp32. A weight of 0 (-inf) disables the teacher."""
     alpha = [float(weight) for weight in weights]

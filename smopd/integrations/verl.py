@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import smopd
-from smopd.integrations.shared import log_weights, require_host, require_same_tokens, require_vocabulary
+from smopd.integrations.shared import log_weights, require_host, require_same_tokens
+from smopd.kernels.checks import require_ids
 from smopd.ops import gd2po_advantages, gdpo_advantages, teacher_mixture, topk_forward_kl
 
 try:
@@ -127,7 +128,7 @@ def compute_topk_loss(
         raise ValueError(f"{LOSS_MODE}: temperatures are {sorted(temperatures)}, expected one for the batch")
     logits_NV, undo = student_logits[0], 1.0 / temperatures.pop()
     ids_NS, logps_NS = rows(data["teacher_ids"]), rows(data["teacher_logprobs"]).float()
-    require_vocabulary("the teachers' top tokens", ids_NS, logits_NV.shape[1])
+    require_ids(LOSS_MODE, "teacher_ids", ids_NS, logits_NV.shape[1])
     tail = getattr(settings, "tail", True)
     logp_N, kl_N = topk_forward_kl(logits_NV, ids_NS[:, 0], ids_NS, logps_NS, tail=tail, temperature=undo)
     columns = {
