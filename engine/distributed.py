@@ -253,7 +253,4 @@ def first_to_fail() -> bool:
 
 def broadcast_object(value: Any) -> Any:
     """Return rank 0's object on every rank."""
-    box = [value]
-    if world_size() > 1:
-        dist.broadcast_object_list(box, src=0)
-    return box[0]
+    return on_rank0(lambda: value)
