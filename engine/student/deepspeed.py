@@ -3,8 +3,6 @@
 import json
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +131,9 @@ def _merged(given: dict[str, Any], asked: dict[str, Any], place: str = "") -> di
 
 def _package(device: torch.device) -> Any:
     try:
-        with _environment("DS_ACCELERATOR", "cpu") if device.type == "cpu" else nullcontext():
-            import deepspeed
+        if device.type == "cpu":
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        import deepspeed
     except ImportError as error:
         raise ImportError(f"strategy: 'deepspeed' needs the package deepspeed ({error})") from error
     if device.type == "cpu":
@@ -143,15 +142,3 @@ def _package(device: torch.device) -> Any:
     # DeepSpeed calls deprecated collectives, with a warning each time
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     return deepspeed
-
-
-@contextmanager
-def _environment(name: str, default: str) -> Iterator[None]:
-    """Set an environment variable while the context is active, unless it is set already."""
-    added = name not in os.environ
-    os.environ.setdefault(name, default)
-    try:
-        yield
-    finally:
-        if added:
-            del os.environ[name]
