@@ -34,11 +34,6 @@ class Extension:
 
 
 @dataclass
-class NoInfo(base.WeightTransferInitInfo):
-    """Empty: nothing has to be set up."""
-
-
-@dataclass
 class PartInfo(base.WeightTransferUpdateInfo):
     """A safetensors file, or its content in base64."""
 
@@ -46,15 +41,15 @@ class PartInfo(base.WeightTransferUpdateInfo):
     content: str | None = None
 
 
-class PartEngine(base.WeightTransferEngine[NoInfo, PartInfo]):
-    init_info_cls = NoInfo
+class PartEngine(base.WeightTransferEngine[base.WeightTransferInitInfo, PartInfo]):
+    init_info_cls = base.WeightTransferInitInfo  # empty: nothing has to be set up
     update_info_cls = PartInfo
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
         end_with_caller()
 
-    def init_transfer_engine(self, init_info: NoInfo) -> None:
+    def init_transfer_engine(self, init_info: base.WeightTransferInitInfo) -> None:
         pass
 
     def start_weight_update(self) -> None:
