@@ -140,23 +140,6 @@ def completions_of(inputs: dict[str, Any]) -> Completions:
     return Completions(input_ids, attention_mask, counted_BT, ids_BT[counted_BT])
 
 
-@contextmanager
-def head_of(model: Any, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor | None, float]]:
-    """Gather the head's weight (V, D) and bias (V,) from ZeRO-3 or FSDP2, and the scale of the logits.
-
-    A softmax at temperature T of scaled logits equals one at T / scale of the head's output.
-    """
-    output = model.get_output_embeddings()
-    bias = getattr(output, "bias", None)
-
-    def whole(parameter: Tensor) -> Tensor:
-        return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).to(dtype)
-
-    with utils.maybe_gather_lm_head_ctx(output.weight, bias):
-        scale = logit_scale(model.config.get_text_config())
-        yield whole(output.weight), None if bias is None else whole(bias), scale
-
-
 class SeveralTeachers:
     """Mixin of both trainers: M frozen teachers, and the fused loss of the student's completions."""
 
@@ -190,11 +173,17 @@ class SeveralTeachers:
             }
         return inputs["teachers_topk"]
 
-    def _hidden(self: Any, model: Any, completions: Completions, fp32_head: bool = False) -> Tensor:
-        """Return (N, D) hidden states in the head's dtype: bf16 under autocast to bf16, as in TRL.
+    @contextmanager
+    def _at_head(
+        self: Any, model: Any, completions: Completions, fp32_head: bool = False
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, float]]:
+        """Yield (N, D) hidden states, the head's weight (V, D) and bias (V,), and the scale of the logits.
 
-        Autocast to fp16 leaves the head in fp32, since the fused loss computes unscaled gradients in forward.
+        Weights are gathered from ZeRO-3 or FSDP2. A softmax at temperature T of scaled logits equals one at
+        T / scale of the head's output. The dtype is bf16 under autocast to bf16, as in TRL. Autocast to fp16
+        leaves the head in fp32, since the fused loss computes unscaled gradients in forward.
         """
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
         with self.accelerator.autocast():
             output = model.get_decoder()(
                 input_ids=completions.input_ids, attention_mask=completions.attention_mask, use_cache=False
@@ -203,16 +192,24 @@ class SeveralTeachers:
             device = states_BTD.device.type
             bf16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
         dtype = torch.float32 if fp32_head else torch.bfloat16 if bf16 else states_BTD.dtype
-        return states_BTD[completions.counted_BT].to(dtype)
+        head = model.get_output_embeddings()
+        bias = getattr(head, "bias", None)
+
+        def whole(parameter: Tensor) -> Tensor:
+            return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).to(dtype)
+
+        hidden_ND = states_BTD[completions.counted_BT].to(dtype)
+        del output, states_BTD  # before the loss takes memory
+        scale = logit_scale(model.config.get_text_config())
+        with utils.maybe_gather_lm_head_ctx(head.weight, bias):
+            yield hidden_ND, whole(head.weight), None if bias is None else whole(bias), scale
 
     @torch.no_grad()
     def _topk(self: Any, wrapped: Any, completions: Completions, temperature: float) -> tuple[Tensor, Tensor]:
         bare = self.accelerator.unwrap_model(wrapped)
 
         def inside() -> Any:
-            model = base_of(bare)
-            hidden_ND = self._hidden(model, completions)
-            with head_of(model, hidden_ND.dtype) as (weight_VD, bias_V, scale):
+            with self._at_head(bare, completions) as (hidden_ND, weight_VD, bias_V, scale):
                 kappa = min(self.args.kappa, len(weight_VD))
                 return ops.linear_topk_logprobs(
                     hidden_ND, weight_VD, kappa, bias_V=bias_V, temperature=temperature / scale
@@ -226,9 +223,8 @@ class SeveralTeachers:
         self: Any, student: Any, completions: Completions, tokens: LossTokens, **settings: Any
     ) -> tuple[Tensor, LossStats]:
         """Compute linear_smopd_loss; call it inside the wrapper's forward, which gathers the weights."""
-        args, model = self.args, base_of(student)
-        hidden_ND = self._hidden(model, completions, getattr(args, "cast_lm_head_to_fp32", False))
-        with head_of(model, hidden_ND.dtype) as (weight_VD, bias_V, scale):
+        args, fp32_head = self.args, getattr(self.args, "cast_lm_head_to_fp32", False)
+        with self._at_head(student, completions, fp32_head) as (hidden_ND, weight_VD, bias_V, scale):
             for name in ("temperature", "kl_temperature"):
                 settings[name] /= scale
             objective = LossSettings(kappa=args.kappa, merge=args.merge, tail=args.tail, **settings)
@@ -246,10 +242,6 @@ class SeveralTeachers:
     def log_values(self: Any, values: dict[str, float]) -> None:
         for name, value in values.items():
             self._metrics["train" if self.model.training else "eval"][name].append(value)
-
-
-def base_of(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 @dataclass

@@ -182,7 +182,8 @@ def test_grpo_with_two_teachers_is_smopd_loss(tmp_path: Path, merge: bool, tail:
 def test_under_fp16_autocast_the_head_stays_in_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = distillation(tmp_path, [teacher(1)])
     monkeypatch.setattr(trainer.accelerator, "autocast", lambda: torch.autocast("cpu", dtype=torch.float16))
-    assert trainer._hidden(trainer.model, completions_of(completions(trainer))).dtype == torch.float32
+    with trainer._at_head(trainer.model, completions_of(completions(trainer))) as (hidden_ND, *_):
+        assert hidden_ND.dtype == torch.float32
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
