@@ -136,9 +136,7 @@ def collective_timeout(seconds: float) -> Iterator[None]:
         yield
     except RuntimeError as error:
         if "gloo" in str(error) and "Timed out" in str(error):
-            raise LostRank(
-                f"another rank has not answered for {seconds:g} seconds; end it and rerun to resume"
-            ) from error
+            raise LostRank(f"a rank did not answer for {seconds:g} s; end it and rerun to resume") from error
         raise
     finally:
         _set_timeouts(_SET_UP)

@@ -209,9 +209,8 @@ def load_errors(path: str | Path) -> Iterator[None]:
     except OSError as error:
         if error.errno is not None:  # from the operating system
             raise
-        expected = "a folder with a saved model, or a hub id that can be reached"
-        why = _first_line(error)
-        raise FileNotFoundError(f"model {path}: cannot be loaded, expected {expected} ({why})") from error
+        expected = f"a folder with a saved model, or a hub id that can be reached ({_first_line(error)})"
+        raise FileNotFoundError(f"model {path}: cannot be loaded, expected {expected}") from error
     except UnpicklingError as error:  # nothing in the file has run
         text = "its pickled weights hold more than weights; expected safetensors"
         raise UnusableModel(f"model {path}: {text}") from error

@@ -99,10 +99,8 @@ class RemoteRollout:
         reason, ids = choice["finish_reason"], torch.tensor(choice["token_ids"])
         logps_T = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]]).float()
         if reason not in ("stop", "length") or logps_T.shape != ids.shape or len(ids) > longest:
-            raise ValueError(
-                f"a response of group {sample.group} ended by {reason!r} with {tuple(ids.shape)} tokens and "
-                f"{len(logps_T)} log-probabilities, expected as many of both, at most {longest}"
-            )
+            got = f"ended by {reason!r} with {tuple(ids.shape)} tokens and {len(logps_T)} log-probabilities"
+            raise ValueError(f"group {sample.group}: a response {got}, expected as many, at most {longest}")
         if (len(ids) and ids.dtype != torch.int64) or bool(((ids < 0) | (ids >= self.vocabulary)).any()):
             raise ValueError(f"token_ids hold others than integers from 0 to {self.vocabulary - 1}")
         require_logprobs("logprobs", logps_T)
@@ -152,9 +150,7 @@ class RemoteRollout:
         expected = median_low(probed.values())
         apart = {url: logp for url, logp in probed.items() if abs(logp - expected) > PROBE_NATS}
         if 2 * len(apart) >= len(probed):
-            raise NoServer(
-                f"rollout.urls: servers hold different models, by log-probabilities of a probe: {probed}"
-            )
+            raise NoServer(f"rollout.urls: servers hold different models, with probe log-probs {probed}")
         for url, logp in apart.items():
             reason = f"holds another model: log-probability {logp:.4g} of a probe, not {expected:.4g}"
             self.servers.remove(url, reason)
@@ -195,10 +191,8 @@ class RemoteRollout:
         def room(answer: httpx.Response) -> None:
             most = answer.json()["data"][0].get("max_model_len") if answer.is_success else None
             if most is not None and most < self.longest:
-                raise ServerUnavailable(
-                    f"has room for {most} tokens, expected {self.longest} "
-                    "(data.max_prompt_tokens and rollout.max_new_tokens; vLLM's --max-model-len)"
-                )
+                sizes = "data.max_prompt_tokens and rollout.max_new_tokens; vLLM's --max-model-len"
+                raise ServerUnavailable(f"has room for {most} tokens, expected {self.longest} ({sizes})")
 
         self._post("/init_weight_transfer_engine", {"init_info": {}})
         takes_tokens = Request(GENERATE, accept=(httpx.codes.METHOD_NOT_ALLOWED,))  # 404 where there is none
@@ -214,7 +208,5 @@ def _require_normalised(answer: httpx.Response) -> None:
     """Raise ServerUnavailable if the only allowed token has a log-probability other than 0."""
     logp = _first_logp(answer)
     if abs(logp) > 1e-6:
-        raise ServerUnavailable(
-            f"returns log-probability {logp} for the only allowed token, expected 0 "
-            f"(--logprobs-mode processed_logprobs); {HOW_TO_START}"
-        )
+        text = f"returns log-probability {logp} for the only allowed token, expected 0"
+        raise ServerUnavailable(f"{text} (--logprobs-mode processed_logprobs); {HOW_TO_START}")

@@ -115,9 +115,8 @@ class Student:
                 raise
             why = brief(error)
         if why:
-            kind = type(self.model).__name__
-            text = f"student.compute_dtype: got {dtype}, in which a {kind} fails on {self.device}"
-            raise UnusableModel(f"{text} ({why}); expected float32, in which it works")
+            text = f"got {dtype}, in which a {type(self.model).__name__} fails on {self.device} ({why})"
+            raise UnusableModel(f"student.compute_dtype: {text}; expected float32, in which it works")
 
     def logps(self, rollouts: Sequence[Rollout], temperature: float, *, adapters: bool = True) -> Tensor:
         """Return (N,) fp32 log-probabilities of the tokens, or by a LoRA student's base; collective."""

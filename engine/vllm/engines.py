@@ -297,8 +297,7 @@ def _require_servable(settings: Vllm) -> None:
         raise ValueError(f"tensor_parallel_size: got {parallel}, expected a divisor of the {ranks} ranks")
     others = {made.settings.tensor_parallel_size for made in _colocated()}
     if others - {parallel}:
-        expected = f"{others.pop()} as this process's other engines"
-        raise ValueError(f"tensor_parallel_size: got {parallel}, expected {expected}")
+        raise ValueError(f"tensor_parallel_size: got {parallel}, expected {others.pop()} as in this process")
 
 
 def _arguments(path: str, settings: Vllm) -> dict[str, Any]:

@@ -94,9 +94,8 @@ def vllm_arguments(
         return {"gpu_memory_utilization": settings.gpu_memory_share}
     least, room = memory.total - memory.work, gpu.free if sleeps else gpu.room
     if least > room:
-        expected = f"{room / GIB:.1f}, what is free less what sleeping engines need (see examples/plan.py)"
-        takes = f"{least / GIB:.1f} GiB of weights and cache"
-        raise ValueError(f"a vLLM engine takes {takes}, expected at most {expected}")
+        text = f"a vLLM engine takes {least / GIB:.1f} GiB of weights and cache, expected at most"
+        raise ValueError(f"{text} {room / GIB:.1f} beside sleeping engines (see examples/plan.py)")
     if samples and settings.kv_cache_bytes is None:
         return {"gpu_memory_utilization": min(memory.inside, gpu.free) / gpu.total}
     return {"gpu_memory_utilization": memory.weights / gpu.total, "kv_cache_memory_bytes": memory.cache}

@@ -87,10 +87,8 @@ class VllmRollout:
             return []
         longest, limit = max(len(sample.prompt) for sample in samples), llm.model_config.max_model_len
         if longest + sampling.max_new_tokens > limit:
-            raise ValueError(
-                f"generate: a prompt of {longest} tokens and max_new_tokens {sampling.max_new_tokens} exceed "
-                f"the engine's {limit} positions (max_model_len)"
-            )
+            got = f"a prompt of {longest} tokens and max_new_tokens {sampling.max_new_tokens}"
+            raise ValueError(f"generate: {got} exceed the engine's {limit} positions (max_model_len)")
         prompts = [TokensPrompt(prompt_token_ids=list(sample.prompt)) for sample in samples]
         each = [sampling_parameters(sampling, sample, self.end_ids) for sample in samples]
         with torch.random.fork_rng(devices=[]):  # on a CPU vLLM advances the caller's generator
@@ -130,8 +128,7 @@ def sampling_parameters(sampling: Sampling, sample: Sample, end_ids: Sequence[in
 def samples_of(prompts: Sequence[Sequence[int]], groups: Sequence[int], sampling: Sampling) -> list[Sample]:
     """List the responses to draw; raises ValueError for a temperature that vLLM would change."""
     if 0 < sampling.temperature < LOWEST_TEMPERATURE:
-        expected = f"expected 0 or at least {LOWEST_TEMPERATURE}"
-        raise ValueError(f"generate: temperature {sampling.temperature}, {expected}")
+        raise ValueError(f"temperature {sampling.temperature}, expected 0 or at least {LOWEST_TEMPERATURE}")
     return [
         Sample(tuple(prompt), group, number)
         for prompt, group in zip(prompts, groups, strict=True)

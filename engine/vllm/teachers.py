@@ -105,10 +105,8 @@ class VllmTeachers(Dropping):
                 llm.collective_rpc("serve_teacher", args=(base.path,))
                 limit = llm.model_config.max_model_len
                 if longest > limit:
-                    expected = f"at most {limit} ({base.path})"
-                    raise ValueError(
-                        f"score: a prompt and its response are {longest} tokens, expected {expected}"
-                    )
+                    text = f"a prompt and its response are {longest} tokens, expected at most {limit}"
+                    raise ValueError(f"score: {text} ({base.path})")
                 for m, lora in base.members:
                     answers = ask(llm, together, lora, kappa, temperature)
                     result.ids_NMS[:, m], result.logps_NMS[:, m] = answers[:, :-1].tensor_split(2, 1)

@@ -236,10 +236,8 @@ class _LossInPlace(torch.autograd.Function):
         ctx: Any, dloss: Tensor | None, downer: Tensor | None, *_: Tensor
     ) -> tuple[Tensor | None, ...]:
         if downer is not None:
-            raise RuntimeError(
-                "smopd_loss: logits_NV was used in another differentiable operation after inplace=True, "
-                "expected no use: its memory holds the gradient"
-            )
+            used = "logits_NV was used in another differentiable operation after inplace=True"
+            raise RuntimeError(f"smopd_loss: {used}, expected no use: it holds the gradient")
         if ctx.spent:
             raise RuntimeError("smopd_loss: got a second backward with inplace=True; use inplace=False")
         ctx.spent = True
@@ -255,10 +253,8 @@ def _owner(logits_NV: Tensor) -> Tensor:
     if owner.is_leaf or logits_NV.is_leaf:
         raise ValueError("smopd_loss: logits_NV is a leaf, expected an operation's output for inplace=True")
     if owner.numel() != logits_NV.numel() or owner.dtype != logits_NV.dtype:
-        raise ValueError(
-            f"smopd_loss: logits_NV is a view of {logits_NV.numel()} of the {owner.numel()} elements of "
-            f"{tuple(owner.shape)}, expected a whole tensor or a view of all of it for inplace=True"
-        )
+        text = f"is a view of {logits_NV.numel()} of the {owner.numel()} elements of {tuple(owner.shape)}"
+        raise ValueError(f"smopd_loss: logits_NV {text}, expected all of them for inplace=True")
     return owner
 
 

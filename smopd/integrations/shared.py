@@ -19,8 +19,7 @@ def require_host(package: str, first: str, before: str) -> str:
     try:
         installed = version(package)
     except PackageNotFoundError:
-        text = f"{package}, which is not installed: pip install '{known}'"
-        raise ImportError(f"smopd.integrations needs {text}") from None
+        raise ImportError(f"smopd needs {package}, which is not installed: pip install '{known}'") from None
     if not Version(first) <= Version(installed) < Version(f"{before}.dev0"):
         text = f"{package} {installed} is installed. pip install '{known}', or another smopd"
         raise ImportError(f"smopd.integrations supports {known}; {text}")
@@ -36,9 +35,8 @@ def require_same_tokens(
     differing = sorted(token for token in compared if other.get(token) != own.get(token))
     if differing:
         token = differing[0]
-        ids = f"{other.get(token)} of the teacher and {own.get(token)} of the student"
-        text = f"has another tokenizer than the student: {token!r} is token {ids}"
-        raise ValueError(f"teacher {teacher} {text}")
+        ids = f"token {other.get(token)} of the teacher and {own.get(token)} of the student"
+        raise ValueError(f"teacher {teacher} has another tokenizer than the student: {token!r} is {ids}")
 
 
 def log_weights(weights: Sequence[float]) -> Tensor:
