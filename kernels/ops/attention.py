@@ -31,8 +31,7 @@ def by_halves(
     Returns:
         (T, H, d) in the queries' dtype.
     """
-    out: Tensor = _Halves.apply(query_THd, key_TKd, value_TKd, pieces, scale)
-    return out
+    return _Halves.apply(query_THd, key_TKd, value_TKd, pieces, scale)
 
 
 class _Halves(torch.autograd.Function):

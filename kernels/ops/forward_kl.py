@@ -100,8 +100,7 @@ def topk_forward_kl(
     checks.check_target(OP, target_ids_NS, target_logps_NS, like)
     checks.check_temperature(OP, temperature)
     target = (target_ids_NS, target_logps_NS.detach())
-    found: tuple[Tensor, Tensor] = _forward_kl(logits_NV, token_ids_N, *target, tail, float(temperature))
-    return found
+    return _forward_kl(logits_NV, token_ids_N, *target, tail, float(temperature))
 
 
 def _objective(inputs: Sequence[Any], dlogp: Tensor, dkl: Tensor) -> tuple[LossTokens, LossSettings]:

@@ -1,6 +1,6 @@
 """Registration of the operators torch.ops.smopd.*: one node each for torch.compile and torch.export.
 
-Calls take two thirds of the host time of torch.library.custom_op or less (docs/kernels.md).
+Calls take two thirds of the host time of torch.library.custom_op or less.
 """
 
 from __future__ import annotations
