@@ -89,7 +89,7 @@ class RemotePreferenceModel:
                 name, length = self._servers.ask(url, Request("/v1/models"), _name_and_length)
                 self._names[url], self.max_tokens = name, min(self.max_tokens, length)
                 probe = self._request(url, PROBE)
-                found = self._servers.ask(url, probe, lambda answer: _scores("", answer, PROBE))
+                found = self._servers.ask(url, probe, lambda answer: _scores("", PROBE, answer))
                 self._probed = self._probed or found
                 pairs = zip(found, self._probed, strict=True)
                 if any(abs(a - b) > SAME_SCORE * (1 + abs(b)) for a, b in pairs):
@@ -154,7 +154,7 @@ def _name_and_length(answer: httpx.Response) -> tuple[str, int]:
     return str(card["id"]), int(card["max_model_len"])
 
 
-def _scores(url: str, answer: httpx.Response, batch: Sequence[TokenIds]) -> list[float]:
+def _scores(url: str, batch: Sequence[TokenIds], answer: httpx.Response) -> list[float]:
     """Read the scores of an answer of /classify."""
     outputs = [row["probs"] for row in sorted(answer.json()["data"], key=lambda row: row["index"])]
     values_B = torch.tensor(outputs, dtype=torch.float32)

@@ -88,7 +88,7 @@ class RemoteRollout:
             parameters = sampling_parameters(sampling, sample, self.end_ids)
             return Request(GENERATE, json={"token_ids": list(sample.prompt), "sampling_params": parameters})
 
-        def read(url: str, answer: httpx.Response, sample: Sample) -> Rollout:
+        def read(url: str, sample: Sample, answer: httpx.Response) -> Rollout:
             return self._rollout(sample, answer.json()["choices"][0], version, sampling.max_new_tokens)
 
         return self.servers.map(request, samples_of(prompts, groups, sampling), read)

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from time import monotonic
 from typing import Any, Literal, TypeVar
 
@@ -180,13 +180,13 @@ class Servers:
         self,
         request: Callable[[str, T], Request],
         items: Sequence[T],
-        read: Callable[[str, httpx.Response, T], A],
+        read: Callable[[str, T, httpx.Response], A],
     ) -> list[A]:
         """Distribute one request per item over the servers, and return the results in order.
 
         Args:
             request: (url, item) -> request; called again if the item moves to another server.
-            read: (url, response, item) -> result; the server is removed if it raises.
+            read: (url, item, response) -> result; the server is removed if it raises.
         Raises:
             NoServer: every server has been removed.
         """
@@ -196,13 +196,9 @@ class Servers:
         async def work(url: str) -> None:
             while waiting and url not in self.removed:
                 i = waiting.popleft()
-
-                def read_item(answer: httpx.Response, item: T = items[i]) -> A:
-                    return read(url, answer, item)
-
                 try:
                     made = await asyncio.to_thread(request, url, items[i])
-                    answers[i] = await self._ask(url, made, read_item)
+                    answers[i] = await self._ask(url, made, partial(read, url, items[i]))
                 except ServerUnavailable as error:
                     self.remove(url, str(error))
                     waiting.append(i)

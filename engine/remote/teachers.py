@@ -84,7 +84,7 @@ class RemoteTeachers(Dropping):
             answers = servers.map(
                 lambda url, part: self._score_request(m, part, kappa, temperature),
                 parts,
-                lambda url, answer, part: unpack_answer(answer.content, flat_offsets(part)[-1], kappa),
+                lambda url, part, answer: unpack_answer(answer.content, flat_offsets(part)[-1], kappa),
             )
             ids, logps, token_logps, dropped = zip(*answers, strict=True)
             result.ids_NMS[:, m], result.logps_NMS[:, m] = torch.cat(ids), torch.cat(logps)

@@ -21,7 +21,7 @@ def echo(path, body):
     return 200, body
 
 
-def asked(servers, n=40, read=lambda url, answer, item: answer.text):
+def asked(servers, n=40, read=lambda url, item, answer: answer.text):
     return servers.map(lambda url, item: Request("/echo", content=str(item).encode()), range(n), read)
 
 
@@ -87,7 +87,7 @@ UNREADABLE = {"no key": KeyError("no"), "deep": RecursionError("deep")}
 UNREADABLE["unfit"] = ServerUnavailable("holds other weights")
 
 
-def read(url, answer, item):
+def read(url, item, answer):
     if answer.text in UNREADABLE:
         raise UNREADABLE[answer.text]
     return answer.text
@@ -127,7 +127,7 @@ def test_a_server_that_fails_is_removed_and_its_requests_go_elsewhere(
     monkeypatch.setattr(module, "MAX_ANSWER_BYTES", 1 << 40)  # a GET has a limit of its own
     alone = Servers([bad.url])
     with pytest.raises(NoServer) as raised:
-        alone.each(Request("/echo"), lambda answer: read(bad.url, answer, None))
+        alone.each(Request("/echo"), lambda answer: read(bad.url, None, answer))
     assert str(raised.value).startswith(f"no server is left: {bad.url}: {reason}")
 
 
@@ -144,7 +144,7 @@ def test_an_error_of_ours_is_raised_and_removes_nobody(loopback):
         raise KeyError("a mistake of ours")
 
     with pytest.raises(KeyError, match="a mistake of ours"):
-        servers.map(request, [1, 2, 3], lambda url, answer, item: answer)
+        servers.map(request, [1, 2, 3], lambda url, item, answer: answer)
     assert not servers.removed
 
 
