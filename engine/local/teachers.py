@@ -185,7 +185,7 @@ def empty_topk(n_tokens: int, n_teachers: int, n_support: int, device: torch.dev
 
 
 class StudentsBase:
-    """A LoRA student's frozen base as a `TeacherEngine`; scores only sampled tokens, as a collective call."""
+    """A LoRA student's frozen base as a `TeacherEngine` for kappa 0; scoring is a collective call."""
 
     def __init__(self, student: Student):
         self.student, self.dropped = student, 0
@@ -197,8 +197,6 @@ class StudentsBase:
         return None
 
     def score(self, rollouts: Sequence[Rollout], kappa: int, temperature: float) -> TeacherTopK:
-        if kappa != 0:
-            raise ValueError(f"score: kappa is {kappa}, expected 0 for a student's base")
         logp_N = self.student.logps(rollouts, temperature, adapters=False)
         result = empty_topk(len(logp_N), 1, 0, self.student.device)
         result.token_logps_NM[:, 0] = logp_N

@@ -120,8 +120,6 @@ class Student:
 
     def logps(self, rollouts: Sequence[Rollout], temperature: float, *, adapters: bool = True) -> Tensor:
         """Return (N,) fp32 log-probabilities of the tokens, or by a LoRA student's base; collective."""
-        if not adapters and self.lora is None:
-            raise ValueError("logps: the student trains all parameters, expected TrainSettings.lora")
         with nullcontext() if adapters else lora.adapters_disabled(self.model):
             logp_N = self.topk(rollouts, 0, temperature).token_logp_N
         assert logp_N is not None
@@ -197,9 +195,7 @@ class Student:
             del value  # before the next one is gathered
 
     def adapter(self, folder: Path) -> Path:
-        """Write the adapters to `folder` in peft's format; a collective call."""
-        if self.lora is None:
-            raise ValueError("adapter: the student trains all parameters, expected TrainSettings.lora")
+        """Write a LoRA student's adapters to `folder` in peft's format; a collective call."""
         return lora.save(self.model, self._tensors(), self.strategy.full, folder)
 
     def _tensors(self) -> dict[str, Tensor]:

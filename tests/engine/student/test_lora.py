@@ -114,16 +114,9 @@ def test_what_cannot_be_adapted_is_refused(device, targets, message):
 def test_a_students_base_is_its_reference_where_it_has_adapters(device, tmp_path):
     """ranks_worker.py checks the values."""
     place = str(tmp_path)
-    reference = held_already(place, place, make_student(device, lora=LORA), None)
-    with pytest.raises(ValueError, match="kappa is 4, expected 0"):
-        reference.score(ragged_rollouts(1), 4, 1.0)
+    assert held_already(place, place, make_student(device, lora=LORA), None) is not None
     assert held_already("elsewhere", place, make_student(device, lora=LORA), None) is None
-    whole = make_student(device)
-    assert held_already(place, place, whole, None) is None
-    with pytest.raises(ValueError, match="trains all parameters"):
-        whole.logps(ragged_rollouts(1), 1.0, adapters=False)
-    with pytest.raises(ValueError, match="trains all parameters"):
-        whole.adapter(tmp_path / "adapter")
+    assert held_already(place, place, make_student(device), None) is None
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next"])
