@@ -88,11 +88,10 @@ class LocalTeachers(Dropping):
     """Transformers models as a `TeacherEngine`.
 
     Args:
-        models: on their device and in the dtype for scoring. A model may appear with several adapters.
+        models: at least one, on their device and in the dtype for scoring. One may have several adapters.
         vocabulary: the student's vocabulary size. A teacher's may be larger because of padding.
         tokens: the number of student ids that are real tokens, which every teacher must have. None: all.
     Raises:
-        ValueError: `models` is empty.
         UnusableModel: a teacher's vocabulary is smaller than `tokens`.
     """
 
@@ -103,8 +102,6 @@ class LocalTeachers(Dropping):
         vocabulary: int,
         tokens: int | None = None,
     ):
-        if not models:
-            raise ValueError("teachers: got none, expected at least one")
         self.teachers = [each if isinstance(each, LocalTeacher) else LocalTeacher(each) for each in models]
         sizes = [head(teacher.model).weight_VD.shape[0] for teacher in self.teachers]
         self.rows, self.largest = min(sizes), max(sizes)
