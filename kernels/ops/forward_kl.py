@@ -134,11 +134,10 @@ def _(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return empty_column(logits, logits.shape[0]), empty_column(logits, logits.shape[0])
 
 
-@operator("forward_kl_gradient", f"({_SCHEMA}, Tensor? dlogp, Tensor? dkl) -> Tensor")
+@operator("forward_kl_gradient", f"({_SCHEMA}, Tensor dlogp, Tensor dkl) -> Tensor")
 def _forward_kl_gradient(logits: Tensor, *arguments: Any) -> Tensor:
     *inputs, dlogp, dkl = arguments
-    none = empty_column(logits, logits.shape[0]).zero_()
-    tokens, settings = _objective(inputs, none if dlogp is None else dlogp, none if dkl is None else dkl)
+    tokens, settings = _objective(inputs, dlogp, dkl)
     grad = torch.empty_like(logits)
     serving_rows(logits, tokens, settings)(logits, tokens, settings, grad, entropy=False)
     return grad
@@ -152,15 +151,11 @@ def _(logits: Tensor, *_: Any) -> Tensor:
 def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.save_for_backward(*inputs[:4])
     ctx.options = inputs[4:]
-    ctx.set_materialize_grads(False)
 
 
 @once_differentiable
-def _backward(ctx: Any, dlogp: Tensor | None, dkl: Tensor | None) -> tuple:
-    grad = None
-    if dlogp is not None or dkl is not None:
-        grad = _forward_kl_gradient(*ctx.saved_tensors, *ctx.options, dlogp, dkl)
-    return grad, *[None] * 5
+def _backward(ctx: Any, dlogp: Tensor, dkl: Tensor) -> tuple:
+    return _forward_kl_gradient(*ctx.saved_tensors, *ctx.options, dlogp, dkl), *[None] * 5
 
 
 _forward_kl.register_autograd(_backward, setup_context=_setup)
