@@ -196,10 +196,7 @@ register_computed_gradients(_loss)
 def _scaled(grad: Tensor, dloss: Tensor, dtype: torch.dtype) -> Tensor:
     """Return grad * dloss, rounded once to dtype; in place unless the graph is retained."""
     traced = type(dloss) is not Tensor  # by torch.compile or torch.export: no value to read
-    on_cpu = grad.device.type == "cpu"
-    if not traced and on_cpu and dloss.item() == 1.0:
-        return grad.to(dtype)
-    if not traced and grad.dtype != dtype and not on_cpu:
+    if not traced and grad.dtype != dtype and grad.device.type != "cpu":
         rounded = torch.empty_like(grad, dtype=dtype)
         dispatch.serving("scale_", grad)(grad, dloss, rounded)
         return rounded
