@@ -8,6 +8,7 @@ Shapes: N tokens, V vocabulary (or a piece of it), D hidden.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,15 +108,11 @@ def weight_gradient_into(
 
 
 def _product_into(out: Tensor, left: Tensor, right: Tensor, accumulate: bool) -> None:
-    if left.dtype == out.dtype:
-        if accumulate:
-            out.addmm_(left, right)
-        else:
-            torch.mm(left, right, out=out)
-    elif accumulate:
-        torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
+    options: Any = {} if left.dtype == out.dtype else {"out_dtype": out.dtype}
+    if accumulate:
+        torch.addmm(out, left, right, out=out, **options)
     else:
-        torch.mm(left, right, out_dtype=out.dtype, out=out)
+        torch.mm(left, right, out=out, **options)
 
 
 def _one_gemm(factor: Tensor, out: Tensor, accumulate: bool = False) -> bool:
