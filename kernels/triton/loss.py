@@ -145,25 +145,14 @@ def loss_rows(
     entropy: bool = True,
 ) -> TokenTerms:
     """See kernels.reference.loss.loss_rows. The entropy is always computed: it hides behind the reads."""
-    n_rows = logits_NV.shape[0]
+    n_rows, n_vocab = logits_NV.shape
     terms_CN = torch.empty((7, n_rows), dtype=torch.float32, device=logits_NV.device)
     clipped_N = torch.empty(n_rows, dtype=torch.int8, device=logits_NV.device)
-    if n_rows > 0:
-        _launch(logits_NV, tokens, settings, grad_NV, terms_CN, clipped_N)
     logp_N, entropy_N, kl_N, teacher_mass_N, student_mass_N, surrogate_N, reverse_N = terms_CN.unbind(0)
     masses = (teacher_mass_N, student_mass_N)
-    return TokenTerms(logp_N, entropy_N, kl_N, *masses, clipped_N, surrogate_N, reverse_N)
-
-
-def _launch(
-    logits_NV: Tensor,
-    tokens: LossTokens,
-    settings: LossSettings,
-    grad_NV: Tensor | None,
-    terms_CN: Tensor,
-    clipped_N: Tensor,
-) -> None:
-    n_rows, n_vocab = logits_NV.shape
+    terms = TokenTerms(logp_N, entropy_N, kl_N, *masses, clipped_N, surrogate_N, reverse_N)
+    if n_rows == 0:
+        return terms
     target = loss_target(tokens, settings)
     consecutive = _aligned_elements(logits_NV)
     if grad_NV is not None:
@@ -212,7 +201,7 @@ def _launch(
                 BLOCKS=parts.blocks, TAIL_R=parts.last_repeats, WHOLE=parts.whole, PHASE=phase,
                 AHEAD=ahead, num_warps=lanes // _WARP, maxnreg=_SPLIT_REGISTERS,
             )  # fmt: skip
-        return
+        return terms
     warps, elements, most = _configuration(n_vocab, logits_NV.dtype, slots, aligned=aligned)
     lanes = warps * _WARP
     # At least two: the last block may be partial, the others are whole. Two softmaxes take more registers.
@@ -228,3 +217,4 @@ def _launch(
         UNROLL=1 if logits_NV.element_size() == 2 and programs == 2 else ahead + 1,
         num_warps=warps, maxnreg=min(255, _REGISTERS // (lanes * programs)),
     )  # fmt: skip
+    return terms
