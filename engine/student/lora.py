@@ -21,12 +21,6 @@ ALL_LINEAR = ["all-linear"]
 BASE = ".base_layer."
 
 
-def cast(model: PreTrainedModel, compute_dtype: torch.dtype) -> None:
-    """Cast parameters to the compute dtype, and leave buffers such as rotary frequencies in fp32."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(compute_dtype)
-
-
 def attach(model: PreTrainedModel, lora: Lora) -> None:
     """Insert fp32 adapters, equal on all ranks, and freeze all other weights; ValueError for bad targets."""
     try:

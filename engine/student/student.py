@@ -66,7 +66,8 @@ class Student:
         self.vocabulary = head(model).weight_VD.shape[0]
         dtype = getattr(torch, settings.compute_dtype)
         if settings.lora is not None:
-            lora.cast(model, dtype)
+            for parameter in model.parameters():  # buffers, such as rotary frequencies, stay in fp32
+                parameter.data = parameter.data.to(dtype)
         policy = Policy(model.eval(), settings.router_aux_loss_coef).to(device)
         _without_dropout(model)
         self.layout = choose(model, settings.attention, dtype)
