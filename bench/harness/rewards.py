@@ -5,9 +5,9 @@ from __future__ import annotations
 
 def even(completion_ids: list[list[int]], **_: object) -> list[float]:
     """Return the share of even ids."""
-    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
+    return [sum(i % 2 == 0 for i in ids) / max(1, len(ids)) for ids in completion_ids]
 
 
 def thirds(completion_ids: list[list[int]], **_: object) -> list[float]:
     """Return whether the first id is a multiple of three."""
-    return [float(ids[0] % 3 == 0) for ids in completion_ids]
+    return [float(sum(ids[:1]) % 3 == 0) for ids in completion_ids]
