@@ -51,7 +51,7 @@ from smopd.report.summary import summarise
 from smopd.rewards import rlla
 from smopd.rewards.pool import CallFailed, _values
 from smopd.run.folder import ConfigMismatch, changes
-from smopd.worlds.models import world_model
+from tests.smopd.recipes import save_world
 
 SLOW_SECONDS = 2.0
 """CPU time limit per input."""
@@ -144,9 +144,7 @@ def api_bank(content: bytes) -> None:
 def a_model() -> Path:
     """Return the folder of a tiny model."""
     folder = Path(tempfile.mkdtemp(prefix="smopd-fuzz-"))
-    for part in world_model(0, hidden_size=32, heads=1, layers=1):
-        part.save_pretrained(folder)
-    return folder
+    return Path(save_world(folder, hidden_size=32, heads=1, layers=1))
 
 
 def chat(folder: Path) -> None:

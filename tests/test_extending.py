@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ from smopd.config.cli import read_settings
 from smopd.config.recipe import Mistakes
 from smopd.config.settings import merged
 from smopd.evaluate import main as evaluate
-from tests.smopd.recipes import metric_lines, train_here, write_recipe
+from tests.smopd.recipes import json_lines, metric_lines, save_world, train_here, write_recipe
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
 NAMED = {
@@ -51,10 +50,7 @@ def recipe_of(page: dict[str, Any], folder: Path) -> Path:
 
 
 def test_a_run_takes_the_pages_functions(place: Path) -> None:
-    from smopd.worlds.models import world_model
-
-    for part in world_model(1):
-        part.save_pretrained(place / "teacher")
+    save_world(place / "teacher", 1)
     rewards, _, environment, parts = (yaml.safe_load(block) for block in blocks("yaml"))
     assert merged(parts, NAMED) == parts
     page = rewards | environment | parts
@@ -62,7 +58,7 @@ def test_a_run_takes_the_pages_functions(place: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     run = place / "runs/tiny/student"
     lines = [line for line in metric_lines(run) if "grad_norm" in line]
-    seen = [json.loads(line) for line in (run / "lines.jsonl").read_text().splitlines()]
+    seen = json_lines(run / "lines.jsonl")
     assert (
         [line["step"] for line in seen if "grad_norm" in line] == [1, 2, 3, 4] == [x["step"] for x in lines]
     )

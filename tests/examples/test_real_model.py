@@ -13,8 +13,7 @@ import pytest
 from examples.real_model import models, snips, steps, table
 from smopd.config.cli import read_settings
 from smopd.rewards.rlla import accuracy_reward, format_reward
-from smopd.worlds.models import world_model
-from tests.smopd.recipes import train_here
+from tests.smopd.recipes import save_world, train_here
 
 RECIPES = Path(snips.__file__).parent / "recipes"
 
@@ -52,10 +51,8 @@ def test_both_stages_at_a_tiny_size(
     for reward, best in ((accuracy_reward, 3.0), (format_reward, 1.0)):
         assert reward(truths, truths, ground_truth=truths) == [best] * 30
 
-    for part in world_model(0, pieces=[*string.printable, "é"], max_positions=1024):
-        part.save_pretrained(tmp_path / "model")
     settings = {
-        "model.path": tmp_path / "model",
+        "model.path": save_world(tmp_path / "model", pieces=[*string.printable, "é"], max_positions=1024),
         "data.train.kwargs.folder": utterances,
         "data.evaluation.kwargs": f"{{folder: {utterances}, n: 4, seed: 2, split: validate}}",
         "data.max_prompt_tokens": 900,

@@ -1,4 +1,4 @@
-"""A recipe that runs both stages in seconds, for tests of the command."""
+"""A recipe that runs both stages in seconds, small models, and JSON lines, for tests of the commands."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from contextlib import redirect_stderr, redirect_stdout
 from copy import deepcopy
 from pathlib import Path
@@ -14,8 +15,10 @@ from typing import Any
 
 import yaml
 
+from smopd import evaluate
 from smopd.config.cli import parse
 from smopd.config.settings import merged
+from smopd.worlds.models import world_model
 from tests.ranks import ROOT, on_ranks
 
 WORLD = "smopd.worlds.toy_world:prompts"
@@ -102,8 +105,30 @@ def train_here(
     return subprocess.CompletedProcess([str(recipe), *arguments], status, out.getvalue(), err.getvalue())
 
 
+def json_lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_lines(path: Path, rows: Iterable[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def metric_lines(folder: Path, *, times: bool = False) -> list[dict[str, Any]]:
     """Return the metrics of a run, without times and memory."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     varies = ("seconds/", "seconds_overlapped/", "tokens_per_second", "memory/")
+    lines = json_lines(folder / "metrics.jsonl")
     return [{k: v for k, v in line.items() if times or not k.startswith(varies)} for line in lines]
+
+
+def save_world(folder: Path, seed: int = 0, **options: Any) -> str:
+    """Save a random model of the quickstart's world, with its tokenizer."""
+    for part in world_model(seed, **options):
+        part.save_pretrained(folder)
+    return str(folder)
+
+
+def evaluated(suite: str, output: Path, *words: object) -> tuple[dict[str, Any], list[Any]]:
+    """Run `smopd evaluate` and return what it wrote: the summary and the items."""
+    evaluate.main([suite, "--output", *map(str, (output, *words))])
+    return json.loads((output / f"{suite}.json").read_text()), json_lines(output / f"{suite}_items.jsonl")

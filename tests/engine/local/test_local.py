@@ -9,7 +9,7 @@ import torch
 from smopd.engine.local import rollout as decode
 from smopd.engine.local.rollout import LocalRollout, draw, uniform
 from smopd.engine.types import Sampling
-from tests.engine.tiny import END, VOCABULARY, assert_sampled_by, model_of, plain_logps, tiny_model
+from tests.engine.tiny import END, VOCABULARY, assert_sampled_by, model_of, tiny_model
 
 PROMPTS = [(5, 9, 11), (7,), (20, 21, 22, 23, 24, 25), (7,), (30, 31)]
 GROUPS = [3, 8, 9, 11, 40]
@@ -24,26 +24,22 @@ def tokens(rollouts) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_greedy_equals_transformers(tied):
-    model = tiny_model(seed=1, tied=tied).eval()
-    expected = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        made = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, pad_token_id=0
-        )[0, len(prompt) :]
-        expected.append(made.tolist())
-    sampling = Sampling(n=1, temperature=0.0, max_new_tokens=20)
-    made = LocalRollout(model, [END]).generate(PROMPTS, GROUPS, sampling)
-    assert tokens(made) == expected
-    assert [rollout.finished for rollout in made] == [ids[-1] == END for ids in expected]
-
-
-def test_log_probabilities_are_those_of_a_full_forward():
-    local = engine()
-    made = local.generate(PROMPTS, GROUPS, Sampling(n=3, temperature=0.7, max_new_tokens=15, seed=4))
-    expected_N = plain_logps(local.model, made, 0.7)
-    torch.testing.assert_close(torch.cat([r.logps for r in made]), expected_N, rtol=1e-4, atol=1e-5)
+def test_what_is_sampled_is_a_full_forwards_also_with_new_weights(tied):
+    """Up to an end token or the limit."""
+    local = LocalRollout(tiny_model(seed=1, tied=tied), [END, 17])
+    for version, seed in enumerate((1, 5)):
+        model = tiny_model(seed=seed, tied=tied)
+        if version:
+            local.load_weights(model.state_dict().items(), version)
+        made = local.generate(PROMPTS, GROUPS, Sampling(temperature=0.0, max_new_tokens=20))
+        assert_sampled_by(model, made)
+        made += local.generate(PROMPTS, GROUPS, Sampling(n=3, temperature=0.7, max_new_tokens=20, seed=4))
+        assert_sampled_by(model, made[len(PROMPTS) :], 0.7, greedy=False)
+        assert {rollout.policy_version for rollout in made} == {version}
+        assert {rollout.finished for rollout in made} == {True, False}
+        for rollout, ids in zip(made, tokens(made), strict=True):
+            assert rollout.finished == (ids[-1] in (END, 17)) and not {END, 17} & {*ids[:-1]}
+            assert rollout.finished or len(ids) == 20
 
 
 def test_draws_depend_on_seed_group_and_sample_and_not_on_the_batch():
@@ -71,14 +67,6 @@ def test_uniform_numbers_are_uncorrelated_over_each_argument():
     assert correlation.abs().max() < 5 / n**0.5
 
 
-def test_weights_change_what_is_sampled_and_carry_a_version():
-    local, other = engine(), tiny_model(seed=5)
-    local.load_weights(other.state_dict().items(), version=9)
-    made = local.generate(PROMPTS, GROUPS, Sampling(n=1, temperature=0.0, max_new_tokens=10))
-    assert_sampled_by(other, made)
-    assert {rollout.policy_version for rollout in made} == {9}
-
-
 def test_incomplete_or_foreign_weights_are_refused():
     local = engine()
     weights = dict(local.model.state_dict())
@@ -97,7 +85,11 @@ SAMPLINGS = [
 ]
 
 
-def assert_in_place_equals_the_loop(sampling: Sampling, atol: float, device: str = "cpu") -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["plain", "colder", "greedy", "one token"])
+def test_decoding_in_place_equals_the_loop(sampling, device, monkeypatch):
+    """By CUDA graphs on a GPU."""
+    monkeypatch.setattr(decode, "BLOCK", 24)  # so that the buffers grow
     made = []
     for way in ("loop", "in_place"):
         local = LocalRollout(tiny_model().to(device), [END, 17], decoding=way)
@@ -108,20 +100,8 @@ def assert_in_place_equals_the_loop(sampling: Sampling, atol: float, device: str
     for expected, found in zip(*made, strict=True):
         assert found.response_ids.equal(expected.response_ids)
         assert (found.finished, found.group) == (expected.finished, expected.group)
+        atol = 1e-4 if device == "cuda" else 1e-5
         torch.testing.assert_close(found.logps, expected.logps, rtol=0, atol=atol)
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["plain", "colder", "greedy", "one token"])
-def test_decoding_in_place_equals_the_loop(sampling, monkeypatch):
-    monkeypatch.setattr(decode, "BLOCK", 24)  # so that the buffers grow
-    assert_in_place_equals_the_loop(sampling, 1e-5)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["plain", "colder", "greedy", "one token"])
-def test_graphs_on_a_gpu_give_what_the_loop_gives(sampling, monkeypatch):
-    monkeypatch.setattr(decode, "BLOCK", 24)
-    assert_in_place_equals_the_loop(sampling, 1e-4, "cuda")
 
 
 def test_decoding_in_place_is_refused_where_attention_is_not_plain():

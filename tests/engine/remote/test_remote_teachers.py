@@ -28,7 +28,7 @@ from smopd.engine.settings import Packing
 from smopd.engine.types import TeacherTopK
 from smopd.worlds.models import world_model
 from tests.engine.tiny import ragged_rollouts, with_turns
-from tests.smopd.recipes import metric_lines, train_here, write_recipe
+from tests.smopd.recipes import metric_lines, save_world, train_here, write_recipe
 
 pytest.importorskip("starlette")
 uvicorn = pytest.importorskip("uvicorn")
@@ -67,12 +67,8 @@ def local(paths: list[str], vocabulary: int = VOCABULARY) -> LocalTeachers:
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Two teachers and their base, with the quickstart's vocabulary."""
-    folder, made = tmp_path_factory.mktemp("models"), []
-    for name in ("one", "two", "reference"):
-        made.append(str(folder / name))
-        for part in world_model(len(made)):
-            part.save_pretrained(made[-1])
-    return made
+    folder = tmp_path_factory.mktemp("models")
+    return [save_world(folder / str(seed), seed) for seed in (1, 2, 3)]
 
 
 @pytest.fixture(scope="module")

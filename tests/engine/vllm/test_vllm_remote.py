@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
+from pathlib import Path
 
 import httpx
 import pytest
@@ -25,7 +25,7 @@ from tests.engine.vllm.served import ROLLOUTS, Process, serve, serving
 from tests.engine.vllm.vllm_worker import assert_followed, on_two_ranks
 from tests.patience import HANG_SECONDS
 from tests.ranks import forked, wait_until
-from tests.smopd.recipes import metric_lines, write_recipe
+from tests.smopd.recipes import json_lines, metric_lines, save_world, write_recipe
 
 PROMPTS = [(5, 9, 11), (7,), (20, 21, 22, 23, 24, 25), (30, 31), (40,)]
 GROUPS = [3, 8, 9, 11, 40]
@@ -42,10 +42,7 @@ def quick(monkeypatch):
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("served") / "untied"
-    for part in world_model(0):
-        part.save_pretrained(folder)
-    return folder
+    return Path(save_world(tmp_path_factory.mktemp("served") / "untied"))
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +140,7 @@ def test_a_run_goes_on_when_a_server_is_killed(pair, model_folder, tmp_path):
     lines = [line for line in metric_lines(tmp_path / "run/alone") if "tokens" in line]
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     assert all(line["rollout_mismatch"] < 1e-3 for line in lines)
-    samples = [json.loads(line) for line in (tmp_path / "run/alone/samples.jsonl").read_text().splitlines()]
+    samples = json_lines(tmp_path / "run/alone/samples.jsonl")
     assert Counter(sample["step"] for sample in samples) == dict.fromkeys(range(1, steps + 1), per_step)
 
 

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from smopd import evaluate
 from smopd.evals.api_bank import suite as api_bank
 from smopd.evals.api_bank.suite import outcome, read_calls
+from tests.smopd.recipes import evaluated, write_lines
 
 CALL = {"name": "Find", "parameters": {"city": "Oslo", "days": "2"}}
 OTHER = {"name": "Other", "parameters": {}}
@@ -76,13 +76,11 @@ def test_hostile_calls_are_passed_over(parser):
 
 
 def test_the_real_ground_truth_is_exact(data_set, tmp_path):
-    data = ["--data", str(data_set("api_bank")), "--output", str(tmp_path)]
-    evaluate.main(["api_bank", "--responses", "ground-truth", "--parser", "published", *data])
-    result = json.loads((tmp_path / "api_bank.json").read_text())
+    words = ("--responses", "ground-truth", "--parser", "published", "--data", data_set("api_bank"))
+    result, rows = evaluated("api_bank", tmp_path, *words)
     assert [result[key] for key in ("L1", "L2", "L3", "overall", "n")] == [1, 1, 1, 1, 597]
     assert [result[f"exact/{level}"] for level in api_bank.LEVELS] == [399, 67, 131]
     assert result["parser"] == "published" and result["intervals"]["L1"] == [1.0, 1.0]
-    rows = [json.loads(line) for line in (tmp_path / "api_bank_items.jsonl").read_text().splitlines()]
     symptom = {row["key"]: row["truth"] for row in rows}["L1-8"]  # as the paper numbers its cases
     assert symptom == [{"name": "SymptomSearch", "parameters": {"symptom": "fatigue"}}]
     items = api_bank.load_items(data_set("api_bank"))
@@ -105,20 +103,11 @@ def data(tmp_path):
     return folder
 
 
-def run(data, tmp_path, responses, *arguments):
-    file = tmp_path / "given.jsonl"
-    file.write_text("".join(json.dumps({"response": text}) + "\n" for text in responses))
-    output = tmp_path / "out"
-    evaluate.main(
-        ["api_bank", "--responses", str(file), "--data", str(data), "--output", str(output), *arguments]
-    )
-    rows = [json.loads(line) for line in (output / "api_bank_items.jsonl").read_text().splitlines()]
-    return json.loads((output / "api_bank.json").read_text()), rows
-
-
 def test_levels_micro_average_and_classes(data, tmp_path, capsys):
     responses = [block(CALL), block(changed(days="3")), block(OTHER), "Sure."]
-    result, rows = run(data, tmp_path, responses, "--compare")
+    given = write_lines(tmp_path / "given.jsonl", [{"response": text} for text in responses])
+    words = ("--responses", given, "--data", data, "--compare")
+    result, rows = evaluated("api_bank", tmp_path / "out", *words)
     assert [result[key] for key in ("L1", "L2", "L3", "overall")] == [0.5, 0.0, 0.0, 0.25]
     assert [row["outcome"] for row in rows] == ["exact", "wrong_arguments", "wrong_tool", "no_call"]
     assert (result["wrong_arguments/L1"], result["wrong_tool/L2"], result["no_call/L3"]) == (1, 1, 1)

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from smopd import evaluate
 from smopd.evals.bfcl import official
 from smopd.evals.bfcl import suite as bfcl
 from smopd.evals.bfcl.official import Call, find_mistake
 from smopd.evals.bfcl.rlla_form import messages, read_calls
 from smopd.evals.bfcl.suite import AST, Bfcl, BfclItem, BfclSuite, load_items, read_scores, summarise
+from tests.smopd.recipes import evaluated, write_lines
 
 pytestmark = pytest.mark.skipif(find_spec("bfcl_eval") is None, reason=f"needs bfcl-eval: {official.INSTALL}")
 CHOSEN = ("simple_python", "irrelevance", "live_relevance")
@@ -126,18 +126,14 @@ def test_unreadable_calls_are_counted_apart(tmp_path: Path, capsys: pytest.Captu
     broken = '<tool_call>\n{"name": "f", "parameters": {"a": 1}\n</tool_call>'
     texts = [broken, "I cannot.", broken.replace("1}", "1}}")]
     rows = [{"id": f"irrelevance_{i}", "result": text, "latency": 1.2} for i, text in enumerate(texts)]
-    file = tmp_path / "BFCL_v4_irrelevance_result.json"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows[::-1]))
-    given = ["--responses", str(file), "--output", str(tmp_path)]
-    evaluate.main(["bfcl", "--categories", "irrelevance", *given])
+    file = write_lines(tmp_path / "BFCL_v4_irrelevance_result.json", rows[::-1])
+    kept, items = evaluated("bfcl", tmp_path, "--categories", "irrelevance", "--responses", file)
     shown = capsys.readouterr().out
     assert "237 of 240 items have no response and are skipped" in shown and "3 of 240 items" in shown
     assert "1 responses to the relevance sets have an unreadable call" in shown
     assert "0 in Overall: Non-Live, Live, Irrelevance (live_irrelevance), Multi-Turn, Agentic" in shown
-    items = [json.loads(line) for line in (tmp_path / "bfcl_items.jsonl").read_text().splitlines()]
     assert [(item["correct"], item["calls"]) for item in items] == [(True, None), (True, 0), (False, 1)]
     assert items[0]["mistake"].startswith("unreadable: block has no line") and items[1]["mistake"] is None
-    kept = json.loads((tmp_path / "bfcl.json").read_text())
     assert (kept["unreadable/irrelevance"], kept["irrelevance"], kept["bfcl_eval"]) == (1, 2 / 3, "2026.3.23")
 
 

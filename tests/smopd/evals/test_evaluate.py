@@ -1,6 +1,5 @@
 """`python -m smopd.evaluate`: the suite rlla and its files, what is written, intervals, mistakes."""
 
-import json
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -17,7 +16,7 @@ from smopd.evals import rlla
 from smopd.evals.responses import spread
 from smopd.evals.suite import Column
 from smopd.evaluate import intervals
-from smopd.worlds.models import world_model
+from tests.smopd.recipes import evaluated, save_world, write_lines
 
 TRUTHS = [
     rlla.TOOL_THINK + '\n<tool_call>\n{"name": "find", "parameters": {"city": "Oslo"}}\n</tool_call>',
@@ -30,11 +29,6 @@ def row(truth: str, user: str = "hi") -> dict:
     return {"prompt": messages, "reward_model": {"ground_truth": truth, "style": "rule"}}
 
 
-def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 @pytest.fixture
 def data(tmp_path):
     return write_lines(tmp_path / "items.jsonl", [row(truth) for truth in TRUTHS])
@@ -42,8 +36,7 @@ def data(tmp_path):
 
 def test_ground_truth_of_the_real_items(data_set, tmp_path, capsys):
     folder = data_set("rlla/test").parent
-    evaluate.main(["rlla", "--responses", "ground-truth", "--data", str(folder), "--output", str(tmp_path)])
-    scores = json.loads((tmp_path / "rlla.json").read_text())
+    scores, _ = evaluated("rlla", tmp_path, "--responses", "ground-truth", "--data", folder)
     assert [scores[name] for name in ("accuracy", "format_pass", "mean", "n")] == [2.6625, 1.0, 3.6625, 80]
     shown = capsys.readouterr().out
     assert all(text in shown for text in ("Acc Reward", "2.6625", "Format Pass (%)", "100.00", "3.6625"))
@@ -70,12 +63,9 @@ def test_every_response_is_kept_with_its_scores(data, tmp_path):
     given = ["<|im_start|>assistant\n" + TRUTHS[0] + "<|im_end|>", "Hello."]
     lines = [{"response": given[0], "finished": True}, {"completion": given[1], "finished": False}]
     responses = write_lines(tmp_path / "given.jsonl", lines)
-    output = tmp_path / "out"
-    evaluate.main(["rlla", "--responses", str(responses), "--data", str(data), "--output", str(output)])
-    kept = [json.loads(line) for line in (output / "rlla_items.jsonl").read_text().splitlines()]
+    scores, kept = evaluated("rlla", tmp_path / "out", "--responses", responses, "--data", data)
     shown = [[item[name] for name in ("accuracy", "format", "key", "response", "truth")] for item in kept]
     assert shown == [[3.0, 1.0, "0", TRUTHS[0], TRUTHS[0]], [0.0, 0.0, "1", "Hello.", TRUTHS[1]]]
-    scores = json.loads((output / "rlla.json").read_text())
     assert (scores["accuracy"], scores["format_pass"], scores["mean"], scores["n"]) == (1.5, 0.5, 2.0, 2)
     assert scores["truncated"] == 1
 
@@ -146,8 +136,7 @@ def test_intervals_are_drawn_within_groups():
 def model(tmp_path_factory):
     """The folder of a tiny model, whose architecture the local engine has checked."""
     folder = tmp_path_factory.mktemp("model")
-    for part in world_model(seed=0):
-        part.save_pretrained(folder)
+    save_world(folder)
     LocalRollout(load_model(folder, torch.float32), (0,))
     return folder
 
@@ -158,14 +147,11 @@ def test_sampled_responses_are_cut_as_saved_ones_are(data, model, tmp_path, monk
     monkeypatch.setattr(
         LocalRollout, "generate", lambda *given: [replace(r, response_ids=text) for r in generate(*given)]
     )
-    common = ["rlla", "--data", str(data), "--output"]
-    sampled, again = tmp_path / "sampled", tmp_path / "again"
-    evaluate.main([*common, str(sampled), "--model", str(model), "--max-new-tokens", "2"])
-    kept = (sampled / "rlla_items.jsonl").read_text()
-    assert json.loads(kept.splitlines()[0])["response"] == "<think>"
-    (tmp_path / "turned.jsonl").write_text("\n".join(kept.splitlines()[::-1]))
-    evaluate.main([*common, str(again), "--responses", str(tmp_path / "turned.jsonl")])
-    assert (again / "rlla_items.jsonl").read_text() == kept
+    words = ("--data", data, "--model", model, "--max-new-tokens", "2")
+    _, kept = evaluated("rlla", tmp_path / "sampled", *words)
+    assert kept[0]["response"] == "<think>"
+    turned = write_lines(tmp_path / "turned.jsonl", kept[::-1])
+    assert evaluated("rlla", tmp_path / "again", "--data", data, "--responses", turned)[1] == kept
 
 
 def test_a_model_is_sampled_with_a_seed_and_long_prompts_are_cut_on_the_left(
@@ -175,12 +161,10 @@ def test_a_model_is_sampled_with_a_seed_and_long_prompts_are_cut_on_the_left(
     monkeypatch.setattr(
         LocalRollout, "generate", lambda engine, *given: asked.append(given[0]) or generate(engine, *given)
     )
-    common = ["rlla", "--model", str(model), "--data", str(data), "--max-new-tokens", "4"]
+    common = ["--model", model, "--data", data, "--max-new-tokens", "4", "--temperature", "1"]
 
     def run(name, *arguments):
-        evaluate.main([*common, "--temperature", "1", "--output", str(tmp_path / name), *arguments])
-        rows = (tmp_path / name / "rlla_items.jsonl").read_text().splitlines()
-        return json.loads((tmp_path / name / "rlla.json").read_text()), list(map(json.loads, rows))
+        return evaluated("rlla", tmp_path / name, *common, *arguments)
 
     whole, rows = run("whole")
     assert run("again") == (whole, rows) and run("other", "--seed", "1")[1] != rows

@@ -10,9 +10,9 @@ import httpx
 import openai
 import pytest
 
-from smopd import evaluate
 from smopd.evals.api_bank import judge as judging
 from smopd.evals.api_bank.judge import Judge, JudgeSettings, judgment
+from tests.smopd.recipes import evaluated, write_lines
 
 YES, NO = "Reasoning: same.\nJudgment: Yes", "Reasoning: other.\nJudgment: No"
 CALL = {"name": "Find", "parameters": {"city": "Oslo"}}
@@ -171,13 +171,9 @@ def evaluate_with(tmp_path, *arguments):
         rows = [{"system": "s", "user": f"<user> {level}-{i} </user>", "answer": [CALL]} for i in range(n)]
         (tmp_path / f"level-{level}-api_processed.json").write_text(json.dumps(rows))
     said = [json.dumps(call) for call in (CALL, wrong, None, wrong, CALL)]
-    lines = [json.dumps({"response": f"<tool_call>\n{text}\n</tool_call>"}) + "\n" for text in said]
-    given, output = tmp_path / "given.jsonl", tmp_path / "o"
-    given.write_text("".join(lines))
-    common = ["--responses", str(given), "--data", str(tmp_path), "--output", str(output)]
-    evaluate.main(["api_bank", *common, *arguments])
-    rows = [json.loads(line) for line in (output / "api_bank_items.jsonl").read_text().splitlines()]
-    return json.loads((output / "api_bank.json").read_text()), rows
+    responses = [{"response": f"<tool_call>\n{text}\n</tool_call>"} for text in said]
+    given = write_lines(tmp_path / "given.jsonl", responses)
+    return evaluated("api_bank", tmp_path / "o", "--responses", given, "--data", tmp_path, *arguments)
 
 
 def test_the_command_judges_failures_only(endpoint, tmp_path, capsys, monkeypatch):

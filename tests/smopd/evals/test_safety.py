@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from smopd import evaluate
 from smopd.evals import safety
 from smopd.evals.safety import PreferenceOptions, Safety, SafetyEvaluation
 from smopd.evals.suite import Item
 from smopd.rewards.preference_model import preference_reward
+from tests.smopd.recipes import evaluated, write_lines
 from tests.smopd.rewards.tiny_preference import byte_tokenizer, save
 
 GROUPS = ("hh", "hh", "pku", "alpaca")
@@ -96,15 +96,11 @@ def test_two_preference_models_score_responses(tmp_path):
     for seed, name in enumerate(("rm", "cm")):
         save(tmp_path / name, byte_tokenizer(), seed)
     data, responses = write_data(tmp_path / "safe"), ["Yes.", "No, never.", "Perhaps"]
-    lines = "".join(json.dumps({"response": text}) + "\n" for text in responses)
-    (tmp_path / "given.jsonl").write_text(lines)
-    arguments = ["--helpful.model", str(tmp_path / "rm"), "--harmless.model", str(tmp_path / "cm")]
-    arguments += ["--harmless.sign", "-1", "--max-tokens", "256", "--data", str(data)]
-    arguments += ["--responses", str(tmp_path / "given.jsonl"), "--output", str(tmp_path)]
-    evaluate.main(["safety", *arguments])
-    scores = [json.loads(line) for line in (tmp_path / "safety_items.jsonl").read_text().splitlines()]
+    given = write_lines(tmp_path / "given.jsonl", [{"response": text} for text in responses])
+    arguments = ["--helpful.model", tmp_path / "rm", "--harmless.model", tmp_path / "cm"]
+    arguments += ["--harmless.sign", "-1", "--max-tokens", "256", "--data", data, "--responses", given]
+    result, scores = evaluated("safety", tmp_path, *arguments)
     chats = [item.messages for item in safety.load_safety_items(data)]
-    result = json.loads((tmp_path / "safety.json").read_text())
     for name, model, sign in (("useful", "rm", 1), ("harmless", "cm", -1)):
         own = preference_reward(chats, responses, model=str(tmp_path / model), max_tokens=256)
         assert [score[name] for score in scores] == [sign * value for value in own]

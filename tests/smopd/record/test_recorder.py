@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 
@@ -12,6 +11,7 @@ import torch
 from smopd.engine.types import Sampling
 from smopd.record.metrics import GIB, Metrics
 from tests.engine.tiny import own_ids, plain_logits, tiny_model
+from tests.smopd.recipes import metric_lines
 from tests.smopd.run.invariance_worker import (
     GROUP_SIZE,
     PROMPTS,
@@ -28,7 +28,7 @@ ONE_UPDATE = {"loop": {"updates_per_step": 1}}
 
 def lines(folder, device, opd, **changes):
     train(folder, device, changes={**ONE_UPDATE, "opd": {"kappa": KAPPA, **opd}, **changes})
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return metric_lines(folder, times=True)
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def test_teachers_are_watched_where_lambda_is_0(merged):
 
 def test_the_gradient_norm_is_that_before_clipping(device, tmp_path):
     updates = train(tmp_path, device, changes=ONE_UPDATE, options={"max_grad_norm": 1e-3})
-    found, *_ = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    found, *_ = metric_lines(tmp_path)
     squares = sum(float(value.double().square().sum()) for value in updates[0]["gradients"].values())
     assert found["grad_norm"] == pytest.approx(math.sqrt(squares), rel=1e-5)
     assert found["updates/skipped"] == 0

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from smopd.worlds.models import world_model
-from tests.smopd.recipes import metric_lines, train, train_here, write_recipe
+from tests.smopd.recipes import metric_lines, save_world, train, train_here, write_recipe
 from tests.smopd.run.test_multi_turn import MODULE, save_model
 
 pytest.importorskip("vllm")
@@ -53,10 +52,8 @@ def test_vllm_samples_scores_and_takes_new_weights(tmp_path):
 
 def test_lora_runs_and_teachers_share_one_engine_with_their_base(tmp_path):
     """kl_ref of a LoRA run uses its own base; with full weights it uses the teachers' base."""
-    for part in world_model(0):
-        part.save_pretrained(tmp_path / "model")
     changes = {
-        "model": {"factory": None, "path": str(tmp_path / "model")},
+        "model": {"factory": None, "path": save_world(tmp_path / "model")},
         "data": {"evaluation": None},
         "teachers": {"engine": "vllm"},
         "kl_ref": {"coef": 0.01},

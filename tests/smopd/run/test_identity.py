@@ -16,8 +16,7 @@ from smopd.record.files import JsonlLog
 from smopd.run import identity
 from smopd.run.folder import ConfigMismatch, compare_inputs
 from smopd.run.inputs import Inputs
-from smopd.worlds.models import world_model
-from tests.smopd.recipes import TINY, train_here, write_recipe
+from tests.smopd.recipes import TINY, save_world, train_here, write_recipe
 from tests.smopd.run.invariance_worker import SETTINGS
 
 ROWS = "def some(**options):\n    return [{'prompt': 'call anna', 'ground_truth': ''}] * 4\n"
@@ -51,8 +50,7 @@ def test_a_changed_input_is_refused_by_name_and_recorded_with_a_word(tmp_path, c
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     for seed, name in enumerate(("model", "teacher")):
-        for part in world_model(seed):
-            part.save_pretrained(tmp_path / name)
+        save_world(tmp_path / name, seed)
     recipe = write_recipe(tmp_path, CHANGES, drop=("runs", "teachers", "warm_start"))
 
     def command(*words: str):

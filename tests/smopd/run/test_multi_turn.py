@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from smopd.worlds.models import world_model
-from tests.smopd.recipes import metric_lines, train_here, write_recipe
+from tests.smopd.recipes import json_lines, metric_lines, train_here, write_recipe
 
 MODULE = """
 from pathlib import Path
@@ -81,7 +81,7 @@ def test_a_run_with_an_environment_resumes_bit_for_bit(tmp_path: Path, caplog) -
     assert lines[0]["rollout_mismatch"] < 1e-4
     evaluation = json.loads((run / "evaluation.json").read_text())
     assert evaluation["sampled/turns"] > 1.2, "held-out prompts are conversations too"
-    views = [json.loads(line) for line in (run / "tokens.jsonl").read_text().splitlines()]
+    views = json_lines(run / "tokens.jsonl")
     sampled = ["log_ratios" in token for view in views for token in view["tokens"]]
     assert any(sampled) and not all(sampled), "only the policy's tokens have teachers"
 
