@@ -1,4 +1,4 @@
-"""TRL's trainers with teachers compared with TRL's own, with settings that make them equal."""
+"""TRL's trainers with teachers compared with TRL's own, with settings that make them equal; refusals."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import Tensor
 
 pytest.importorskip("trl", reason="needs trl (the trl extra)")
 
+from transformers import AutoModelForCausalLM
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
 
-from smopd.integrations.trl import completions_of
+from smopd.integrations.trl import SMOPDDistillationTrainer, SMOPDGRPOTrainer, completions_of
 from smopd.ops import LossSettings, LossTokens, gd2po_advantages, gdpo_advantages, smopd_loss, topk_logprobs
 from smopd.worlds.models import world_tokenizer
 from smopd.worlds.toy_world import vocabulary
@@ -30,6 +31,7 @@ from tests.integrations.tiny_trl import (
     lengths,
     lora,
     loss_and_gradients,
+    saved_teacher,
     settings,
     teacher,
     vowels,
@@ -260,3 +262,79 @@ def test_tokens_that_the_student_has_not_are_left_out(tmp_path: Path, by_path: b
     assert int(heard["teacher_ids_NMS"].max()) < size
     assert (heard["teacher_logps_NMS"].isneginf().sum(-1) == 3).all()
     assert math.isfinite(loss_and_gradients(trainer, inputs)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_type": "cispo"}, "loss_type is 'cispo', expected 'grpo' or 'bnpo'"),
+        ({"beta": 0.1}, "beta is 0.1, expected 0.0"),
+        ({"whiten": "tokens"}, "whiten is 'tokens', expected 'default': advantage_estimator='trl' has no"),
+        ({"scale_rewards": "none", "advantage_estimator": "gdpo"}, "is 'none', expected 'group'"),
+        ({"delta": 1.2, "epsilon_high": 0.2}, "delta is 1.2, expected None or above 1 [+] eps"),
+        ({"kappa": -1}, "kappa is -1, expected an integer of at least 0"),
+        ({"teacher_weights": [1.0, 2.0]}, r"teacher_weights is \[1.0, 2.0\], expected 1 numbers"),
+        ({"teacher_weights": [2.0]}, r"teacher_weights is \[2.0\], expected numbers of at least 0 that sum"),
+        ({"teacher_model_init_kwargs": {"dtype": "auto"}}, "teacher_model_init_kwargs is given"),
+    ],
+)
+def test_settings_without_a_place_are_named(tmp_path: Path, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        grpo(tmp_path, [teacher(1)], **options)
+
+
+def test_trls_own_configs_are_refused() -> None:
+    with pytest.raises(TypeError, match="args is of type NoneType, expected SMOPDDistillationConfig"):
+        SMOPDDistillationTrainer(teacher(0), [teacher(1)], None)
+    with pytest.raises(TypeError, match="args is of type NoneType, expected SMOPDGRPOConfig"):
+        SMOPDGRPOTrainer(teacher(0), lengths, [teacher(1)], None)
+
+
+def test_teachers_that_cannot_serve_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    small = teacher(1)
+    small.resize_token_embeddings(9)
+    other = saved_teacher(tmp_path / "other", vocabulary()[::-1])
+    for teachers, message in (
+        ([], "teacher_models is empty"),
+        ([small], "has a vocabulary of 9, expected the student's, of"),
+        ([str(other)], r"another tokenizer than the student: '.*' is token \d+ of the teacher"),
+        ([AutoModelForCausalLM.from_pretrained(other)], r"another tokenizer than the student: '.*' is token"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            distillation(tmp_path, teachers)
+    with pytest.raises(ValueError, match=r"beta is 0.5, expected 0"):
+        distillation(tmp_path, [teacher(1)], beta=0.5)
+    one_device = teacher(1)
+    one_device.hf_device_map = {"": "cpu"}
+    distillation(tmp_path, [one_device])
+    assert "Qwen2ForCausalLM has no local tokenizer: only its vocabulary size is compared" in caplog.text
+
+
+def with_config(**entries: object) -> Any:
+    """Return a function that sets entries of a model's config."""
+
+    def change(model: Any) -> Any:
+        model.config.update(entries)
+        return model
+
+    return change
+
+
+def test_models_that_the_loss_cannot_read_are_refused(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="needs peft (the lora extra)")
+    split, prompts = teacher(2), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    split.hf_device_map = {"model": 0, "lm_head": 1}
+    adapted_head = peft.LoraConfig(target_modules=["lm_head"])
+    for given, message in (
+        (split, "is split by its device_map over 0, 1, expected one device: load it with device_map=None"),
+        (peft.get_peft_model(teacher(2), prompts), "has a prompt-learning adapter, expected one of weights"),
+        (peft.get_peft_model(teacher(2), adapted_head), "has an adapter on its head, expected none there"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            distillation(tmp_path, [teacher(1), given])
+    for entries, message in (
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0, expected none"),
+        ({"output_router_logits": True, "router_aux_loss_coef": 0.01}, "is 0.01, expected 0 for a mixture"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            grpo(tmp_path, [teacher(1)], with_config(**entries))

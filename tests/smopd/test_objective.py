@@ -8,26 +8,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from smopd.config.settings import Loss, Opd, Settings, merged
+from smopd.config.settings import Loss, Opd
 from smopd.engine.errors import UserCodeError
 from smopd.engine.types import TeacherTopK
 from smopd.gates import failure
 from smopd.objective import Objective, Signals, Target, opd_coef, teachers_rewards, token_weights
 from smopd.step.batch import Batch, positions
 from tests.engine.tiny import ragged_rollouts
-from tests.smopd.run.invariance_worker import SETTINGS
+from tests.smopd.run.invariance_worker import SETTINGS, settings_of
 
 ONE = {"loop": {"updates_per_step": 1}}
 REVERSE = {"opd": {"divergence": "reverse_kl_sampled"}}
 SHIFT = torch.tensor([-0.5, 0.2, 3.0])
 
 
-def settings(**changes) -> Settings:
-    return Settings.model_validate(merged(SETTINGS, changes))
-
-
 def objective(coef, **changes) -> Objective:
-    return Objective(settings(**changes), coef, torch.device("cpu"))
+    return Objective(settings_of(**changes), coef, torch.device("cpu"))
 
 
 def batch_of(rollouts, updates=1, group_size=3):
@@ -165,7 +161,7 @@ def test_loss_settings_follow_the_recipe():
 
 def test_reward_failure_uses_the_range_or_the_batch():
     rewards_RK = torch.tensor([[-3.0, 5.0], [0.0, 7.0], [3.0, torch.nan]], dtype=torch.float64)
-    fixed = settings(rewards=[{**SETTINGS["rewards"][0]}, {**SETTINGS["rewards"][1], "range": "batch"}])
+    fixed = settings_of(rewards=[{**SETTINGS["rewards"][0]}, {**SETTINGS["rewards"][1], "range": "batch"}])
     expected = torch.tensor([[1.0, 1.0], [0.5, 0.0], [0.0, 0.5]], dtype=torch.float64)
     torch.testing.assert_close(failure(*teachers_rewards(fixed, rewards_RK)), expected)
 

@@ -1,4 +1,4 @@
-"""Sampling and scoring at URLs: servers of vLLM, killed and restarted, and our teacher server."""
+"""Servers of vLLM, killed and restarted, our teacher server, and a preference model."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from smopd.engine.remote.servers import Servers
 from smopd.engine.remote.teachers import Probe, RemoteTeachers
 from smopd.engine.settings import Packing
 from smopd.engine.types import Sampling
+from smopd.rewards.preference_model import preference_reward
 from smopd.worlds.models import world_model
 from tests.engine.tiny import assert_sampled_by, ragged_rollouts
 from tests.engine.vllm.served import ROLLOUTS, Process, serve, serving
@@ -26,6 +27,7 @@ from tests.engine.vllm.vllm_worker import assert_followed, on_two_ranks
 from tests.patience import HANG_SECONDS
 from tests.ranks import forked, wait_until
 from tests.smopd.recipes import json_lines, metric_lines, save_world, write_recipe
+from tests.smopd.rewards.tiny_preference import byte_tokenizer, save
 
 PROMPTS = [(5, 9, 11), (7,), (20, 21, 22, 23, 24, 25), (30, 31), (40,)]
 GROUPS = [3, 8, 9, 11, 40]
@@ -147,6 +149,17 @@ def test_a_run_goes_on_when_a_server_is_killed(pair, model_folder, tmp_path):
 def test_two_ranks_share_a_server_and_the_first_sends_the_weights(pair, model_folder):
     ranks = on_two_ranks(model_folder.parent, {}, urls=(pair[0].url,))
     assert_followed([rank["untied"] for rank in ranks], world_model(0)[0], world_model(0)[0])
+
+
+def test_a_preference_model_at_vllms_pooling_server_scores_as_here(tmp_path):
+    save(tmp_path / "model", byte_tokenizer())
+    server = serve(tmp_path / "model", tmp_path / "log", "--runner", "pooling", length=512)
+    pairs = ["How are you?", "x", "Long " * 30], ["Fine.", "", "yes"]
+    asked = {"model": str(tmp_path / "model"), "max_tokens": 512}
+    with serving(server):
+        assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"] == 512
+        here, there = (preference_reward(*pairs, **asked, **at) for at in ({}, {"url": server.url}))
+    assert there == pytest.approx(here, abs=1e-3)
 
 
 def test_a_teacher_server_with_vllm(model_folder, tmp_path):

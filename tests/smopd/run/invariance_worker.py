@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from smopd.config.settings import Settings
+from smopd.config.settings import Settings, merged
 from smopd.data.prompts import Prompt, PromptSet
 from smopd.engine import distributed
 from smopd.engine.local.teachers import LocalTeachers
@@ -95,6 +95,12 @@ ZERO_VARIANTS = {
 HYBRID_VARIANTS = {"hybrid-tied": (MANY, {}, {"shard_size": 2, "tied": True})}
 ALL = VARIANTS | ZERO_VARIANTS | HYBRID_VARIANTS
 RELATIVE = 1e-4
+
+
+def settings_of(run: str | None = None, **changes: object) -> Settings:
+    """Return the settings with changes, resolved for a run if one is named."""
+    made = Settings.model_validate(merged(SETTINGS, changes))
+    return made if run is None else made.resolved(run)
 
 
 class FixedRollouts:
@@ -178,9 +184,7 @@ def train(
 ) -> list[dict]:
     """Run the loop on fixed responses, and return a record of each update."""
     options = options or {}
-    base = Settings.model_validate(SETTINGS)
-    run_settings = base.runs["student"].model_copy(update={"set": changes or {}})
-    settings = base.model_copy(update={"runs": {"student": run_settings}}).resolved("student")
+    settings = settings_of("student", runs={"student": {"set": changes or {}}})
     fixed = {
         "learning_rate": 1e-2,
         "max_grad_norm": 1e9,

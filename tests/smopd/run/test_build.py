@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from smopd.advantages import ESTIMATORS
-from smopd.config.settings import Advantage, Opd, Settings, merged
+from smopd.config.settings import Advantage, Opd, merged
 from smopd.data.prompts import Prompt
 from smopd.engine.local.rollout import LocalRollout
 from smopd.engine.settings import TrainSettings
@@ -22,7 +22,7 @@ from smopd.run.failures import UnusableInput
 from smopd.worlds import toy_world
 from smopd.worlds.models import world_tokenizer
 from tests.engine.tiny import END, tiny_model
-from tests.smopd.run.invariance_worker import SETTINGS
+from tests.smopd.run.invariance_worker import settings_of
 
 LIMIT = 4096
 
@@ -34,7 +34,7 @@ def test_runs_share_an_engine() -> None:
         "adapter": {"stage": "train", "set": {"student": {"lora": {"rank": 8}}}},
     }
     changes = {"data": {"max_prompt_tokens": 100}, "rollout": {"engine": "vllm", "max_new_tokens": 16}}
-    recipe = Settings.model_validate(merged(SETTINGS, {**changes, "runs": runs}))
+    recipe = settings_of(**changes, runs=runs)
     made = [rollout_settings(recipe.resolved(name), recipe, LIMIT) for name in runs]
     assert made == [made[0]] * 3 and made[0].max_model_len == 100 + 128
 
@@ -73,14 +73,14 @@ def test_a_missing_package_is_named_before_training(monkeypatch):
     ):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)  # noqa: B023
         with pytest.raises(UnusableInput, match=rf"{named} is not installed \(pip install {how}"):
-            preflight.require_functions(Settings.model_validate(merged(SETTINGS, changes)))
-    preflight.require_functions(Settings.model_validate(SETTINGS))
+            preflight.require_functions(settings_of(**changes))
+    preflight.require_functions(settings_of())
 
 
 def test_an_engine_with_another_head_is_named_before_the_first_step(device, caplog):
     model, prompt = tiny_model(), Prompt(0, "q", (1, 2, 3), {})
     student = Student(deepcopy(model), TrainSettings(compute_dtype="float32"), device)
-    settings = Settings.model_validate(SETTINGS)
+    settings = settings_of()
     preflight.try_engine(LocalRollout(model, [END]), student, prompt, settings)
     assert caplog.text == ""
     model.lm_head.weight.data.mul_(1.6)
@@ -94,14 +94,14 @@ def test_an_engine_with_another_head_is_named_before_the_first_step(device, capl
 def test_arguments_of_vllm_reach_its_engine_and_what_we_plan_with_is_known() -> None:
     kwargs = {"gpu_memory_utilization": 0.5, "enable_sleep_mode": False, "compilation_config": {"level": 0}}
     given = {"rollout": {"engine": "vllm", "vllm": {"engine_kwargs": kwargs}}}
-    recipe = Settings.model_validate(merged(SETTINGS, given))
+    recipe = settings_of(**given)
     found, same = (rollout_settings(recipe, recipe, LIMIT) for _ in range(2))
     assert found.engine_kwargs.items() > kwargs.items() and found.gpu_memory_share == 0.5 and not found.sleep
     assert repr(found) == repr(same), "one engine serves both"
     for name, value in (("tensor_parallel_size", 0), ("gpu_memory_utilization", 1.5)):
         wrong = merged(given, {"rollout": {"vllm": {"engine_kwargs": {name: value}}}})
         with pytest.raises(ValueError, match=f"{name}: got {value}, expected"):
-            Settings.model_validate(merged(SETTINGS, wrong))
+            settings_of(**wrong)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`smopd train` with vLLM for rollouts and teachers, and with LoRA teachers."""
+"""`smopd train` and `smopd evaluate` with vLLM, LoRA teachers, and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ import math
 
 import pytest
 
-from tests.smopd.recipes import metric_lines, save_world, train, train_here, write_recipe
+from tests.smopd.recipes import (
+    evaluated,
+    metric_lines,
+    save_world,
+    train,
+    train_here,
+    write_lines,
+    write_recipe,
+)
 from tests.smopd.run.test_multi_turn import MODULE, save_model
 
 pytest.importorskip("vllm")
 pytest.importorskip("peft")
+from tests.engine.vllm.served import fork_engines
 
 LORA = {"rank": 8, "alpha": 16.0}
 
@@ -71,6 +80,19 @@ def test_lora_runs_and_teachers_share_one_engine_with_their_base(tmp_path):
     for run in ("accuracy_teacher", "format_teacher", "student"):
         first, second = metric_lines(tmp_path / "run" / run)
         assert abs(first["kl_ref"]) < 1e-4 < abs(second["kl_ref"]), run
+
+
+def test_an_evaluation_samples_the_same_with_both_engines(tmp_path):
+    prompt = [{"role": "user", "content": "hi"}]
+    truth = {"ground_truth": "<think> t </think>\n<response> r </response>"}
+    data = write_lines(tmp_path / "items.jsonl", [{"prompt": prompt, "reward_model": truth}])
+    words = ("--model", save_world(tmp_path / "model", max_positions=4096), "--data", data)
+    fork_engines()
+    local, vllm = (
+        evaluated("rlla", tmp_path / engine, *words, "--max-new-tokens", "8", "--engine", engine)[1]
+        for engine in ("local", "vllm")
+    )
+    assert local == vllm
 
 
 @pytest.mark.slow

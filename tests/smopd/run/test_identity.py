@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from smopd.config.settings import Settings
 from smopd.data.prompts import RowSet
 from smopd.engine.files import DamagedFile
 from smopd.export import main as export
@@ -17,7 +16,7 @@ from smopd.run import identity
 from smopd.run.folder import ConfigMismatch, compare_inputs
 from smopd.run.inputs import Inputs
 from tests.smopd.recipes import TINY, save_world, train_here, write_recipe
-from tests.smopd.run.invariance_worker import SETTINGS
+from tests.smopd.run.invariance_worker import SETTINGS, settings_of
 
 ROWS = "def some(**options):\n    return [{'prompt': 'call anna', 'ground_truth': ''}] * 4\n"
 FILES = {
@@ -95,7 +94,7 @@ def test_a_changed_input_is_refused_by_name_and_recorded_with_a_word(tmp_path, c
 
 def test_the_code_of_a_factory_is_compared(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    settings = Settings.model_validate({**SETTINGS, "model": {"factory": "making:make"}})
+    settings = settings_of(model={"path": None, "factory": "making:make"})
     (tmp_path / "making.py").write_text("def make(seed):\n    import sized")
     (tmp_path / "student/export").mkdir(parents=True)
 
@@ -127,7 +126,7 @@ def test_the_base_of_an_adapter_and_the_commits_of_the_hub_are_compared(tmp_path
     after = identity.named_model("adapter")
     assert [part for part in after if after[part] != before[part]] == ["base: config.json"]
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    model, settings = tmp_path / "models--a--b", Settings.model_validate(SETTINGS)
+    model, settings = tmp_path / "models--a--b", settings_of()
     (model / "refs").mkdir(parents=True)
     for commit in ("1" * 40, "2" * 40):
         (model / "snapshots" / commit).mkdir(parents=True)
@@ -140,7 +139,7 @@ def test_a_redacted_setting_is_compared():
     inputs, found = Inputs(RowSet(0, [].__getitem__, 0, digest="1"), None, None), []
     for key in ("A", "B"):
         rewards = [{**each, "kwargs": {"answer_key": key}} for each in SETTINGS["rewards"]]
-        settings = Settings.model_validate({**SETTINGS, "rewards": rewards})
+        settings = settings_of(rewards=rewards)
         found.append(identity.identity(settings, inputs, "")["rewards.0.kwargs.answer_key"]["redacted"])
     assert found[0] != found[1] and all(len(digest) == 4 for digest in found), "too short to guess the value"
 
@@ -161,7 +160,7 @@ def test_a_large_file_is_compared_by_size_time_and_samples(tmp_path, monkeypatch
 
 
 def test_a_damaged_record_of_inputs_is_named_and_versions_may_change(tmp_path):
-    settings = Settings.model_validate(SETTINGS)
+    settings = settings_of()
     (tmp_path / "student").mkdir()
     (tmp_path / "student/evaluation.json").touch()
     for version in ("1.0", "1.1"):

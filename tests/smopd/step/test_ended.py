@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from smopd.advantages import ESTIMATORS
-from smopd.config.settings import Settings, merged
 from smopd.engine import distributed
 from smopd.engine.errors import NonFinite, NoServer, UserCodeError
 from smopd.engine.local.teachers import LocalTeachers
@@ -23,7 +22,7 @@ from smopd.engine.student.student import Student
 from tests.engine.tiny import VOCABULARY, tiny_model
 from tests.ranks import on_ranks
 from tests.smopd.recipes import metric_lines
-from tests.smopd.run.invariance_worker import SETTINGS, FixedRollouts, run_loop
+from tests.smopd.run.invariance_worker import FixedRollouts, run_loop, settings_of
 
 TWO_RANKS = ("generate", "score-lagged")
 PACKING = Packing(micro_batch_tokens=100_000)
@@ -37,10 +36,6 @@ CASES = {
     "generate-lagged": (4, 1, 3),
     "score-lagged": (3, 1, 2),
 }
-
-
-def settings_of(**changes: object) -> Settings:
-    return Settings.model_validate(merged(SETTINGS, changes)).resolved("student")
 
 
 def two_teachers() -> LocalTeachers:
@@ -63,7 +58,7 @@ def losing(engine: object, call: str, at: int) -> None:
 
 def train(folder: Path, device: torch.device, lag: int, case: str = "") -> dict[str, torch.Tensor]:
     """Train with the failing call of the case, and return the final weights."""
-    settings = settings_of(loop={"steps": 4, "async_level": lag}, loss={"importance_cap": 2.0})
+    settings = settings_of("student", loop={"steps": 4, "async_level": lag}, loss={"importance_cap": 2.0})
     student, rollouts, teachers = Student(tiny_model(), OPTIONS, device), FixedRollouts(), two_teachers()
     rollouts.bad_answers = 2 + distributed.rank()
     if case:
@@ -98,7 +93,7 @@ def test_a_run_without_servers_leaves_what_is_done(tmp_path, case):
 
 def test_a_diverged_run_names_the_step_and_keeps_the_checkpoint_before(tmp_path):
     """The second step's updates are far too large: its weights are finite, and give no finite loss."""
-    settings, teachers = settings_of(loop={"steps": 9}, checkpoint={"every": 1}), two_teachers()
+    settings, teachers = settings_of("student", loop={"steps": 9}, checkpoint={"every": 1}), two_teachers()
 
     def too_large(student: Student, update: int) -> float:
         return 1.0 if update < 2 else 1e30
@@ -132,7 +127,7 @@ def test_a_sampled_token_without_a_finite_probability_ends_the_run(tmp_path):
 
     with distributed.process_group() as device, pytest.raises(NonFinite, match=r"after step 0: the log-prob"):
         student = Student(tiny_model(), TrainSettings(**dict(PACKING)), device)
-        run_loop(tmp_path, settings_of(), student, rollouts=Diverged(), teachers=two_teachers())
+        run_loop(tmp_path, settings_of("student"), student, rollouts=Diverged(), teachers=two_teachers())
 
 
 CALLS: list[str] = []
@@ -164,7 +159,7 @@ def test_a_users_function_costs_no_step_and_a_tracker_no_run(tmp_path, caplog, a
     here = "tests.smopd.step.test_ended"
     changes = {"loop": {"steps": 4}, "log": {"trackers": [f"{here}:Broken"]}}
     changes |= {"advantage": {"estimator": f"{here}:estimator"}} if at == 1 else {}
-    settings, teachers = settings_of(**changes), two_teachers()
+    settings, teachers = settings_of("student", **changes), two_teachers()
 
     def trained(folder: Path, fails: bool = False) -> dict[str, torch.Tensor]:
         with distributed.process_group() as device:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from smopd.config.settings import Settings, merged
 from smopd.engine import distributed
 from smopd.engine.local.teachers import LocalTeachers
 from smopd.engine.settings import Packing, TrainSettings
@@ -18,7 +17,7 @@ from smopd.engine.student.student import Student
 from tests.engine.tiny import VOCABULARY, tiny_model
 from tests.patience import HANG_SECONDS
 from tests.smopd.recipes import metric_lines
-from tests.smopd.run.invariance_worker import SETTINGS, FixedRewarder, run_loop
+from tests.smopd.run.invariance_worker import FixedRewarder, run_loop, settings_of
 
 PACKING = Packing(micro_batch_tokens=100_000)
 SLOW_SECONDS = 0.05
@@ -57,7 +56,7 @@ class SlowRewarder(FixedRewarder):
 
 @pytest.mark.parametrize("elsewhere", [True, False], ids=["elsewhere", "here"])
 def test_a_step_is_shorter_than_its_phases_where_they_overlap(elsewhere: bool, tmp_path: Path) -> None:
-    settings = Settings.model_validate(merged(SETTINGS, {"loop": {"steps": 2}})).resolved("student")
+    settings = settings_of("student", loop={"steps": 2})
     meeting = threading.Barrier(2) if elsewhere else None
     with distributed.process_group() as device:
         options = TrainSettings(learning_rate=1e-2, compute_dtype="float32", **dict(PACKING))
