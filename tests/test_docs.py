@@ -27,24 +27,12 @@ COMMAND = re.compile(r"(?:smopd |(?:torchrun|python) .*-m smopd\.)(\w+)(.*)")
 def commands() -> Iterator[tuple[str, str, list[str]]]:
     """Yield page, command and words of every command of ours in a block."""
     for page in PAGES:
-        for language, block in re.findall(
-            r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE
-        ):
-            if language not in ("", "bash", "sh"):
-                continue
-            for line in block.replace("\\\n", " ").splitlines():
-                if match := COMMAND.match(line):
-                    words = shlex.split(re.split(r" && | > ", match[2])[0], comments=True)
-                    before = ["", *words]
-                    yield (
-                        page.name,
-                        match[1],
-                        [
-                            "M" if word == "…" else word
-                            for word, last in zip(words, before, strict=False)
-                            if word != "…" or last.startswith("--")
-                        ],
-                    )
+        blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+        shell = "".join(block for language, block in blocks if language in ("", "bash", "sh"))
+        for match in map(COMMAND.match, shell.replace("\\\n", " ").splitlines()):
+            if match:
+                text = re.sub(r"(--\S+) …", r"\1 M", re.split(r" && | > ", match[2])[0])
+                yield page.name, match[1], shlex.split(text.replace("…", ""), comments=True)
 
 
 def test_every_command_parses(tmp_path, monkeypatch):

@@ -26,29 +26,32 @@ from tests.engine.tiny import END, model_of, ragged_rollouts
 
 WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "head_dim": 16}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16}
+LOCAL, EXPERTS = ({name: 4, "num_experts_per_tok": 2} for name in ("num_local_experts", "num_experts"))
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 GROUPED = ROUTED | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 LATENT = dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "head_dim"), 8)
 OLD = {"n_embd": 64, "n_layer": 2, "num_attention_heads": 4, "n_positions": 256}
+GLOBAL_AND_LOCAL = [[["global", "local"], 1]]
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [3.0] * 16}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
 DELTA = {"linear_num_value_heads": 2, "linear_num_key_heads": 1}
 DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+SHARED_EXPERT = {"num_experts": 4, "shared_expert_intermediate_size": 16}
 MAMBA = {"mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 16}
+HYBRID = MAMBA | {"num_local_experts": 4}
+CONVOLVED = {"layer_types": ["conv", "full_attention"]}
 PLAIN = (
     "apertus", "arcee", "bitnet", "cohere", "ernie4_5",  "falcon", "gemma", "glm", "gpt_neox",
     "granite", "llama", "mistral", "nemotron", "olmo", "olmo2", "persimmon",
     "phi", "phi3", "qwen2", "qwen3", "smollm3", "stablelm",
 )  # fmt: skip
 TIED = {"tie_word_embeddings": True}
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+EXTENDED = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 ROPES = {
     "linear RoPE": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
-    "YaRN": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64},
-    "llama3 RoPE": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0}
-    | LLAMA3
-    | {"original_max_position_embeddings": 64},
+    "YaRN": EXTENDED | {"rope_type": "yarn"},
+    "llama3 RoPE": EXTENDED | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
 WINDOWS = ["cohere2", "gemma2", "gemma3_text", "ministral", "olmo3", "vaultgemma"]
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -74,24 +77,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4, window": ("exaone4", WINDOW),
     "falcon_h1": ("falcon_h1", MAMBA | {"mamba_d_ssm": 128}),
     "falcon_mamba": ("falcon_mamba", {"state_size": 8}),
-    "flex_olmo": ("flex_olmo", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "flex_olmo": ("flex_olmo", EXPERTS),
     "gemma3": ("gemma3", {"text_config": WINDOW, "vision_config": VISION}),
     "glm4": ("glm4", {"head_dim": 16}),
     "glm4_moe": ("glm4_moe", GROUPED | {"head_dim": 16}),
     "gpt2": ("gpt2", OLD),
     "gpt_bigcode": ("gpt_bigcode", OLD),
-    "gpt_neo": (
-        "gpt_neo",
-        {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 8},
-    ),
+    "gpt_neo": ("gpt_neo", {"num_layers": 2, "window_size": 8, "attention_types": GLOBAL_AND_LOCAL}),
     "gpt2, tied": ("gpt2", OLD | TIED),
-    "gpt_oss": ("gpt_oss", WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": ("gpt_oss", WINDOW | LOCAL),
     "gptj": ("gptj", OLD | {"rotary_dim": 8}),
-    "granitemoe": ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granitemoe": ("granitemoe", LOCAL),
     "helium": ("helium", {"head_dim": 32}),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 32}),
     "jamba": ("jamba", {"mamba_d_state": 8, "attn_layer_period": 2, "attn_layer_offset": 1}),
-    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+    "lfm2": ("lfm2", CONVOLVED),
     "llama, dynamic RoPE": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 32}),
     "llama4_text": (
         "llama4_text",
@@ -103,7 +103,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, window": ("mistral", {"sliding_window": 8}),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
     "mpt": ("mpt", {"d_model": 64, "n_layers": 2, "n_heads": 2, "max_seq_len": 256}),
-    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": ("olmoe", EXPERTS),
     "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.5}),
     "phi3, long RoPE": (
         "phi3",
@@ -115,39 +115,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("qwen2_moe", ROUTED | {"num_experts": 4, "shared_expert_intermediate_size": 32}),
     "qwen3_moe": ("qwen3_moe", ROUTED | {"num_experts": 4, "decoder_sparse_step": 1, "head_dim": 16}),
     "qwen3_5": ("qwen3_5_text", LINEAR | DELTA),
-    "qwen3_next": (
-        "qwen3_next",
-        LINEAR | DELTA | ROUTED | {"num_experts": 4, "shared_expert_intermediate_size": 16},
-    ),
+    "qwen3_next": ("qwen3_next", LINEAR | DELTA | ROUTED | SHARED_EXPERT),
     "recurrent_gemma": ("recurrent_gemma", {"lru_width": 64, "attention_window_size": 8, "head_dim": 32}),
     "seed_oss": ("seed_oss", {"head_dim": 16, "residual_dropout": 0.5, "attention_dropout": 0.5}),
     "starcoder2": ("starcoder2", {"residual_dropout": 0.5, "sliding_window": 8}),
     "afmoe": ("afmoe", {}),
     "cwm": ("cwm", WINDOW),
     "deepseek_v2": ("deepseek_v2", GROUPED | LATENT | {"v_head_dim": 16, "num_key_value_heads": 2}),
-    "gpt_oss, no window": (
-        "gpt_oss",
-        {"layer_types": ["full_attention"] * 2, "num_local_experts": 4, "num_experts_per_tok": 2}
-        | {"head_dim": 16},
-    ),
-    "granitemoehybrid": (
-        "granitemoehybrid",
-        MAMBA | {"num_local_experts": 4, "layer_types": ["mamba", "attention"]},
-    ),
-    "granitemoeshared": (
-        "granitemoeshared",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32},
-    ),
+    "gpt_oss, no window": ("gpt_oss", LOCAL | {"layer_types": ["full_attention"] * 2, "head_dim": 16}),
+    "granitemoehybrid": ("granitemoehybrid", HYBRID | {"layer_types": ["mamba", "attention"]}),
+    "granitemoeshared": ("granitemoeshared", LOCAL | {"shared_intermediate_size": 32}),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2, "head_dim": 16}),
-    "jetmoe": ("jetmoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}),
-    "lfm2_moe": (
-        "lfm2_moe",
-        ROUTED | {"layer_types": ["conv", "full_attention"], "num_experts": 4, "num_dense_layers": 1},
-    ),
+    "jetmoe": ("jetmoe", LOCAL | {"kv_channels": 16}),
+    "lfm2_moe": ("lfm2_moe", CONVOLVED | ROUTED | {"num_experts": 4, "num_dense_layers": 1}),
     "llama, MQA": ("llama", {"num_key_value_heads": 1}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "mamba2": ("mamba2", {"state_size": 8, "head_dim": 16, "num_heads": 8}),
-    "minimax_m2": ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
+    "minimax_m2": ("minimax_m2", LOCAL | {"head_dim": 16}),
     "ministral3": ("ministral3", {}),
     "nemotron_h": ("nemotron_h", {}),
     "solar_open": ("solar_open", GROUPED | {"head_dim": 16}),

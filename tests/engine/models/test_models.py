@@ -41,18 +41,13 @@ def folder(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
     return path
 
 
-def test_a_saved_model_comes_back(folder: Path) -> None:
+def test_a_saved_model_comes_back_and_keeps_its_weights_when_its_file_is_written_again(folder: Path) -> None:
     loaded, saved = load_model(folder, torch.float32), tiny_model().state_dict()
-    assert not loaded.training and loaded.config._attn_implementation == "sdpa"
-    assert all(torch.equal(weight, saved[name]) for name, weight in loaded.state_dict().items())
-    loaded = load_model(str(folder), torch.bfloat16)
-    assert {weight.dtype for weight in loaded.parameters()} == {torch.bfloat16}
-
-
-def test_a_loaded_model_keeps_its_weights_when_its_file_is_written_again(folder: Path) -> None:
-    loaded, saved = load_model(folder, torch.float32), tiny_model().state_dict()
+    narrow = load_model(str(folder), torch.bfloat16)
+    assert {weight.dtype for weight in narrow.parameters()} == {torch.bfloat16}
     file = folder / "model.safetensors"
     file.write_bytes(bytes(file.stat().st_size))
+    assert not loaded.training and loaded.config._attn_implementation == "sdpa"
     assert all(torch.equal(weight, saved[name]) for name, weight in loaded.state_dict().items())
 
 
@@ -84,17 +79,13 @@ def test_an_unknown_hub_id_is_named(load, monkeypatch: pytest.MonkeyPatch) -> No
     assert "\n" not in str(error.value)
 
 
-def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
-    for load in (lambda p: load_model(p, torch.float32), stored_dtype):
+def test_a_folder_without_a_model_or_a_tokenizer_is_named(tmp_path: Path) -> None:
+    for load in (LOADS[0], stored_dtype):
         with pytest.raises(FileNotFoundError, match=r"has no config\.json, expected a saved model"):
             load(tmp_path)
     tiny_model().config.save_pretrained(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"cannot be loaded.*no file named model.safetensors"):
         load_model(tmp_path, torch.float32)
-
-
-def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
-    tiny_model().save_pretrained(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"has no tokenizer, expected one of .*tokenizer\.json"):
         load_tokenizer(tmp_path)
 

@@ -170,22 +170,15 @@ def test_a_server_that_does_not_fit_is_refused(urls, loopback):
     fits, few, none, ours = Scripted(loopback), Scripted(loopback, most=3), Scripted(loopback), urls[0]
     none.replaced = (404, {})
     assert len(remote(f"{fits.url},{Scripted(loopback).url}").teachers[0].alive) == 2
-    for asked, options, message in (
-        (
-            [fits.url, Scripted(loopback, OTHER).url],
-            {},
-            r"models\.0: http.* has another tokenizer than the stud",
-        ),
-        ([fits.url, few.url], {}, rf"{few.url} refuses kappa 4: "),
-        (
-            [none.url],
-            {},
-            r"models\.0: http.* is no teacher server; serve it with smopd\.engine\.teacher_server",
-        ),
-        ([ours], {"vocabulary": 7}, rf"started for a vocabulary of {VOCABULARY}, expected .* 7 "),
+    other = Scripted(loopback, OTHER)
+    for asked, vocabulary, message in (
+        ([fits.url, other.url], VOCABULARY, r"models\.0: http.* has another tokenizer than the stud"),
+        ([fits.url, few.url], VOCABULARY, rf"{few.url} refuses kappa 4: "),
+        ([none.url], VOCABULARY, r"models\.0: http.* is no teacher server; serve it with smopd\.engine\.tea"),
+        ([ours], 7, rf"started for a vocabulary of {VOCABULARY}, expected .* 7 "),
     ):
         with pytest.raises(UnusableModel, match=message):
-            remote(",".join(asked), **options)
+            remote(",".join(asked), vocabulary=vocabulary)
 
 
 def test_an_unavailable_server_is_removed_and_none_is_an_error(loopback):

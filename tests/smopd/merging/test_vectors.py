@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,31 +162,34 @@ def test_the_share_that_is_kept_is_exact_where_changes_are_equal() -> None:
     assert [int(trimmed(change, keep).count_nonzero()) for keep in (0.5, 1 / 6, 0.01, 1.0)] == [3, 1, 0, 5]
 
 
-def test_an_adapter_that_cannot_be_merged_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def mistake(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that runs the command and returns its error."""
+
+    def call(*words: object) -> str:
+        with pytest.raises(SystemExit, match="2"):
+            merge([str(word) for word in words])
+        return capsys.readouterr().err
+
+    return call
+
+
+def test_an_adapter_that_cannot_be_merged_is_refused(tmp_path: Path, mistake: Callable[..., str]) -> None:
     base, other, _ = saved(tmp_path)
     plain = lora(tmp_path / "plain", base, 1, 2, ["q_proj"])
     foreign = lora(tmp_path / "foreign", other, 1, 2, ["q_proj"])
     dora = lora(tmp_path / "dora", base, 1, 2, ["q_proj"], use_dora=True)
+    output = ("--output", tmp_path / "out")
     for words, said in (
         ([plain, foreign], r"foreign: is an adapter of .*model1, expected one of .*model0"),
         ([dora], r"dora: use_dora is True, expected none: only plain LoRA merges"),
     ):
-        with pytest.raises(SystemExit, match="2"):
-            merge([*words, "--output", str(tmp_path / "out")])
-        assert re.search(said, capsys.readouterr().err)
-    with pytest.raises(SystemExit, match="2"):
-        merge([plain, "--exclude", "mpl", "--output", str(tmp_path / "out")])
-    assert "--exclude: 'mpl' matches no tensor of" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        merge(["--base", base, "--output", str(tmp_path / "out")])
-    assert "MODEL: none given" in capsys.readouterr().err
+        assert re.search(said, mistake(*words, *output))
+    assert "--exclude: 'mpl' matches no tensor of" in mistake(plain, "--exclude", "mpl", *output)
+    assert "MODEL: none given" in mistake("--base", base, *output)
     assert merge([plain, "--output", str(tmp_path / "whole")]) == 0
     (tmp_path / "whole" / "config.json").write_text("{}")
-    with pytest.raises(SystemExit, match="2"):
-        merge([str(tmp_path / "whole"), "--base", base, "--output", str(tmp_path / "out")])
-    assert "config.json" in capsys.readouterr().err
+    assert "config.json" in mistake(tmp_path / "whole", "--base", base, *output)
 
 
 @pytest.mark.parametrize(
@@ -195,20 +198,16 @@ def test_an_adapter_that_cannot_be_merged_is_refused(
         ("--keep 0.1 1 1 --output new", "--keep: got 3 values, expected 1 or 2"),
         ("--scale nan --output new", "--scale: got [nan], expected numbers of at most 1e9"),
         ("--keep 1.5 --output new", "--keep: got 1.5, expected a share in (0, 1]"),
-        (
-            "--exclude [ --output new",
-            "--exclude: got '[', expected a regular expression (unterminated character set at position 0)",
-        ),
+        ("--exclude [ --output new", "--exclude: got '[', expected a regular expression (untermin"),
         ("--output .", "--output: . exists, expected a new folder"),
         ("--output new", "--base: not given, expected the model that the others were trained from"),
     ],
 )
 def test_mistakes_of_the_command_are_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, said: str
+    tmp_path: Path, mistake: Callable[..., str], words: str, said: str
 ) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        merge([str(tmp_path), str(tmp_path), *words.split()])
-    assert capsys.readouterr().err == f"smopd.merge: {said}\n"
+    error = mistake(tmp_path, tmp_path, *words.split())
+    assert error.startswith(f"smopd.merge: {said}") and error.count("\n") == 1
 
 
 def test_models_of_other_tensors_are_named(tmp_path: Path) -> None:

@@ -23,14 +23,15 @@ from tests.smopd.run.invariance_worker import SETTINGS
 MADE = Settings.model_validate(SETTINGS)
 
 
+def assert_refused(folder, error, match, settings=MADE):
+    with pytest.raises(error, match=match), lock_run_dir(folder, settings):
+        pass
+
+
 def test_a_removed_lock_file_opens_no_second_way_in(tmp_path):
     with lock_run_dir(tmp_path, MADE):
         (tmp_path / ".lock").unlink()
-        with (
-            pytest.raises(RunDirLocked, match="another command is at work there"),
-            lock_run_dir(tmp_path, MADE),
-        ):
-            pass
+        assert_refused(tmp_path, RunDirLocked, "another command is at work there")
     with lock_run_dir(tmp_path, MADE):
         pass
 
@@ -38,8 +39,7 @@ def test_a_removed_lock_file_opens_no_second_way_in(tmp_path):
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "out").symlink_to(tmp_path / "absent")
     for output in (tmp_path / "out", tmp_path / ("n" * 300)):
-        with pytest.raises(RunDirLocked, match=f"output: .*{output}"), lock_run_dir(output, MADE):
-            pass
+        assert_refused(output, RunDirLocked, f"output: .*{output}")
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,7 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
 def test_settings_that_cannot_be_read_are_named(tmp_path, content, said):
     (tmp_path / "config.yaml").write_bytes(content)
     (tmp_path / "student/export").mkdir(parents=True)
-    refused = pytest.raises(ConfigMismatch, match=rf"(?s)config\.yaml: .*{said}")
-    with refused, lock_run_dir(tmp_path, MADE):
-        pass
+    assert_refused(tmp_path, ConfigMismatch, rf"(?s)config\.yaml: .*{said}")
 
 
 def test_settings_may_be_corrected_until_something_is_made_with_them(tmp_path):
@@ -68,19 +66,14 @@ def test_settings_may_be_corrected_until_something_is_made_with_them(tmp_path):
     with lock_run_dir(tmp_path, other):
         write_settings(tmp_path, other, dict)
     (tmp_path / "student/metrics.jsonl").write_text('{"step": 1}\n')
-    refused = pytest.raises(ConfigMismatch, match=f"seed: was {other.seed}, now {MADE.seed}")
-    with refused, lock_run_dir(tmp_path, MADE):
-        pass
+    assert_refused(tmp_path, ConfigMismatch, f"seed: was {other.seed}, now {MADE.seed}")
     (tmp_path / "student/evaluation.json").touch()
     with lock_run_dir(tmp_path, MADE, change=True):
         write_settings(tmp_path, MADE, dict, change=True)
     assert not (tmp_path / "student/evaluation.json").exists(), "it was of the other settings"
-    (tmp_path / "config.yaml").write_text(
-        write_yaml(MADE.model_copy(update={"runs": {"other": MADE.runs["student"]}}))
-    )
-    refused = pytest.raises(ConfigMismatch, match=r"runs\.student: was 'not in the last recipe'")
-    with refused, lock_run_dir(tmp_path, MADE):
-        pass
+    other_run = MADE.model_copy(update={"runs": {"other": MADE.runs["student"]}})
+    (tmp_path / "config.yaml").write_text(write_yaml(other_run))
+    assert_refused(tmp_path, ConfigMismatch, r"runs\.student: was 'not in the last recipe'")
 
 
 def test_a_model_is_made_again_until_something_is_made_with_it(tmp_path):
@@ -96,9 +89,8 @@ def test_a_model_is_made_again_until_something_is_made_with_it(tmp_path):
             (tmp_path / "base/export").mkdir()
     with lock_run_dir(tmp_path, of(1, rate=0.5)):  # no warm start has used the rate
         pass
-    refused = pytest.raises(ConfigMismatch, match=r"output:\n  model.kwargs.layers: was 1, now 2$")
-    with refused, lock_run_dir(tmp_path, of(2, rate=0.5)):
-        pass
+    changed = r"output:\n  model.kwargs.layers: was 1, now 2$"
+    assert_refused(tmp_path, ConfigMismatch, changed, of(2, rate=0.5))
 
 
 def test_the_bases_evaluation_goes_with_what_it_depends_on(tmp_path):
@@ -136,9 +128,7 @@ def test_a_command_on_another_host_is_noticed_where_locks_are_not(tmp_path, monk
     for change in ((lease.socket, "gethostname", lambda: "elsewhere"), (lease, "_boot", lambda: "another")):
         with lock_run_dir(tmp_path, MADE):
             monkeypatch.setattr(*change)
-            other = pytest.raises(RunDirLocked, match=rf"process {os.getpid()} on .* is at work there")
-            with other, lock_run_dir(tmp_path, MADE):
-                pass
+            assert_refused(tmp_path, RunDirLocked, rf"process {os.getpid()} on .* is at work there")
     (tmp_path / ".lease").write_text('{"host": "gone", "pid": 1, "id": "0", "beat": 7}')
     with lock_run_dir(tmp_path, MADE):
         assert '"elsewhere"' in (tmp_path / ".lease").read_text()
@@ -148,10 +138,7 @@ def test_a_command_on_another_host_is_noticed_where_locks_are_not(tmp_path, monk
 @pytest.mark.parametrize(
     ("act", "said"),
     [
-        (
-            """(run / ".lease").write_text('{"host": "elsewhere", "pid": 5, "id": "0"}')""",
-            "taken over by process 5",
-        ),
+        ("""(run / ".lease").write_text('{"host": "e", "pid": 5, "id": "0"}')""", "taken over by process 5"),
         ("run.rename('other'); run.mkdir()", "run was renamed or removed"),
     ],
 )
