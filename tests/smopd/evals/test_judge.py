@@ -7,7 +7,6 @@ import threading
 import time
 
 import httpx
-import openai
 import pytest
 
 from smopd.evals.api_bank import judge as judging
@@ -54,6 +53,8 @@ class Endpoint:
 @pytest.fixture
 def endpoint(monkeypatch):
     """Makes an endpoint that the openai client reaches, with a back-off of a millisecond."""
+    import openai  # here, as it takes seconds
+
     monkeypatch.setattr(openai._base_client, "INITIAL_RETRY_DELAY", 0.001)
     make_client = openai.OpenAI
 
