@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from smopd.config.recipe import load, write_yaml
@@ -11,16 +13,24 @@ from smopd.names import REDACTED, printable, redacted
 URL = "http://user:pass@host:8000/v1"
 
 
-NOT_SAID = "Hunter2Hunter2"
+NOT_SAID, BEGIN = "Hunter2Hunter2", "-----BEGIN RSA PRIVATE KEY-----"
+ALONE = [  # of which nothing else is hidden
+    {"openai_key": NOT_SAID},
+    {"api_keys": [NOT_SAID, NOT_SAID]},
+    {"apiKey": NOT_SAID, "accessToken": NOT_SAID},
+    {"credentials": {"for": NOT_SAID}},
+    f"http://h/v1?a=1&api_key={NOT_SAID}&b=2",
+    f"http://h/v1?X-Amz-Security-Token={NOT_SAID}&sig={NOT_SAID}",
+    f"X-Api-Key: {NOT_SAID}",
+    f"'url': 'h?a=1&api_key={NOT_SAID}'",
+    f"--judge.url 'h?api_key={NOT_SAID}&b'",
+    ["--api-key", NOT_SAID, "-v"],
+    f"Password: {NOT_SAID}",
+    f"curl --openai-key={NOT_SAID} x",
+    f'{{"client_secret": "{NOT_SAID}"}}',
+]
 HIDDEN = {  # value -> what is left of it
-    "openai key": ({"openai_key": NOT_SAID}, {"openai_key": REDACTED}),
-    "keys": ({"api_keys": [NOT_SAID, NOT_SAID]}, {"api_keys": [REDACTED, REDACTED]}),
-    "camel case": (
-        {"apiKey": NOT_SAID, "accessToken": NOT_SAID},
-        {"apiKey": REDACTED, "accessToken": REDACTED},
-    ),
     "pair": ({"auth": ["user", NOT_SAID]}, {"auth": [REDACTED, REDACTED]}),
-    "below a name": ({"credentials": {"for": NOT_SAID}}, {"credentials": {"for": REDACTED}}),
     "number": ({"pwd": 12345678}, {"pwd": REDACTED}),
     "headers": (
         {"headers": {"Authorization": f"Basic {NOT_SAID}"}},
@@ -28,32 +38,17 @@ HIDDEN = {  # value -> what is left of it
     ),
     "header": (f"Authorization: Basic {NOT_SAID}", f"Authorization: {REDACTED}"),
     "bearer": (f"bad value b'Bearer {NOT_SAID}\\n{NOT_SAID}'", f"bad value b'Bearer {REDACTED}'"),
-    "query": (f"http://h/v1?a=1&api_key={NOT_SAID}&b=2", f"http://h/v1?a=1&api_key={REDACTED}&b=2"),
-    "signature": (f"http://h/v1?X-Amz-Security-Token={NOT_SAID}&sig={NOT_SAID}", None),
     "in words": (f'"pwd": "a b, {NOT_SAID}&{NOT_SAID}"', f'"pwd": "{REDACTED}"'),
     "in JSON in JSON": (
         f'"{{\\"hf_token\\": \\"{NOT_SAID} x\\"}}"',
         f'"{{\\"hf_token\\": \\"{REDACTED}\\"}}"',
     ),
-    "unquoted header": (f"X-Api-Key: {NOT_SAID}", f"X-Api-Key: {REDACTED}"),
-    "option and value": (
-        f"--rewards.0.kwargs.pwd '{NOT_SAID} {NOT_SAID}' -v",
-        f"--rewards.0.kwargs.pwd '{REDACTED}' -v",
-    ),
-    "in another value": (f"'url': 'h?a=1&api_key={NOT_SAID}'", f"'url': 'h?a=1&api_key={REDACTED}'"),
-    "in an option": (f"--judge.url 'h?api_key={NOT_SAID}&b'", f"--judge.url 'h?api_key={REDACTED}&b'"),
-    "words": (["--api-key", NOT_SAID, "-v"], ["--api-key", REDACTED, "-v"]),
+    "option and value": (f"--r.0.pwd '{NOT_SAID} {NOT_SAID}' -v", f"--r.0.pwd '{REDACTED}' -v"),
     "mapping": (f"'secret': {{'of': '{NOT_SAID}'}}, 1", f"'secret': {REDACTED}, 1"),
     "list": (f'"api_keys": ["{NOT_SAID}", "{NOT_SAID}"], 1', f'"api_keys": {REDACTED}, 1'),
-    "password": (f"Password: {NOT_SAID}", f"Password: {REDACTED}"),
     "without a name": ("Basic dXNlcjpodW50ZXIy", f"Basic {REDACTED}"),
     "random": ("is Zk3hT9wQ2mX7vB4nC8sD1fG6jL5pR0tY", f"is {REDACTED}"),
-    "key file": (
-        f"-----BEGIN RSA PRIVATE KEY-----\n{NOT_SAID}\n-----END",
-        f"-----BEGIN RSA PRIVATE KEY-----{REDACTED}-----END",
-    ),
-    "option": (f"curl --openai-key={NOT_SAID} x", f"curl --openai-key={REDACTED} x"),
-    "JSON": (f'{{"client_secret": "{NOT_SAID}"}}', f'{{"client_secret": "{REDACTED}"}}'),
+    "key file": (f"{BEGIN}\n{NOT_SAID}\n-----END", f"{BEGIN}{REDACTED}-----END"),
     "user": (f"postgres://u:p@{NOT_SAID}@host/db", "postgres://host/db"),
     "OpenAI's": ("with sk-proj-Ab3dEf6h", f"with {REDACTED}"),
     "the hub's": ("hf_AbCdEfGhIjKlMnOpQr", REDACTED),
@@ -62,11 +57,18 @@ HIDDEN = {  # value -> what is left of it
 }
 
 
+@pytest.mark.parametrize("value", ALONE, ids=str)
+def test_a_secret_alone_is_hidden(value):
+    expected = json.loads(json.dumps(value).replace(NOT_SAID, REDACTED))
+    assert redacted({"kwargs": [value]})["kwargs"] == [expected]
+    assert not isinstance(value, str) or printable(value) == expected
+
+
 @pytest.mark.parametrize(("value", "expected"), HIDDEN.values(), ids=HIDDEN)
-def test_a_secret_is_hidden_wherever_it_stands(value, expected, monkeypatch):
+def test_what_is_hidden_with_a_secret(value, expected, monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "its-own-form")
     found = redacted({"kwargs": [value]})["kwargs"][0]
-    assert found == expected if expected else NOT_SAID not in found
+    assert found == expected
     if isinstance(value, str):
         assert printable(value) == found
 
