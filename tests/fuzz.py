@@ -126,15 +126,6 @@ def a_manifest() -> bytes:
         return (Path(folder) / "manifest.json").read_bytes()
 
 
-def bfcl(content: bytes) -> None:
-    with contextlib.suppress(ValueError):
-        read_calls(text(content))
-
-
-def judge(content: bytes) -> None:
-    judgment(text(content))
-
-
 def api_bank(content: bytes) -> None:
     for parser in ("first", "last", "published"):
         outcome(text(content), [CALL], parser=parser)  # type: ignore[arg-type]
@@ -222,8 +213,8 @@ NOT_A_REQUEST = (LookupError, SafetensorError, TypeError, ValueError)  # teacher
 TARGETS = {
     "rlla": Target((GOOD.encode(),), rewards),
     "api_bank": Target((GOOD.encode(),), api_bank),
-    "bfcl": Target((GOOD.encode(),), bfcl),
-    "judge": Target((b"Reasoning: so\nJudgment: Yes",), judge),
+    "bfcl": Target((GOOD.encode(),), lambda given: read_calls(text(given)), (ValueError,)),
+    "judge": Target((b"Reasoning: so\nJudgment: Yes",), lambda given: judgment(text(given))),
     "recipe": Target(
         (RECIPE, AS_JSON[0]), in_a_file("r.yaml", lambda path: read_settings(str(path))), (Mistakes,)
     ),

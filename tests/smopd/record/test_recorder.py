@@ -56,19 +56,12 @@ def rollouts():
     return FixedRollouts().generate(prompts, range(PROMPTS), Sampling(n=GROUP_SIZE))
 
 
-def logits_NV(seed, rollouts):
+@pytest.fixture(scope="module")
+def logits_NV(rollouts):
+    """The student's, and the teachers'."""
     with torch.no_grad():
-        return plain_logits(tiny_model(seed).eval(), rollouts).double()
-
-
-@pytest.fixture(scope="module")
-def student_NV(rollouts):
-    return logits_NV(0, rollouts)
-
-
-@pytest.fixture(scope="module")
-def teachers_NV(rollouts):
-    return [logits_NV(seed, rollouts) for seed in (1, 2)]
+        student, *teachers = (plain_logits(tiny_model(i).eval(), rollouts).double() for i in range(3))
+    return student, teachers
 
 
 def at_tokens(logps_NV, rollouts):
@@ -109,8 +102,8 @@ def test_rewards_and_responses(merged, rollouts):
     assert found["response/truncated"] == 0
 
 
-def test_the_policies(merged, pooled, rollouts, student_NV):
-    logps_NV = (student_NV / TEMPERATURE).log_softmax(-1)
+def test_the_policies(merged, pooled, rollouts, logits_NV):
+    logps_NV = (logits_NV[0] / TEMPERATURE).log_softmax(-1)
     entropy = -(logps_NV.exp() * logps_NV).sum(-1).mean()
     rollout_logp_N = torch.cat([rollout.of_policy(rollout.logps) for rollout in rollouts])
     log_ratio_N = at_tokens(logps_NV, rollouts) - rollout_logp_N
@@ -124,7 +117,8 @@ def test_the_policies(merged, pooled, rollouts, student_NV):
     assert "importance/truncated" not in merged[0]
 
 
-def test_the_merged_target_with_its_tail(merged, student_NV, teachers_NV):
+def test_the_merged_target_with_its_tail(merged, logits_NV):
+    student_NV, teachers_NV = logits_NV
     kept = sparse(teachers_NV, KL_TEMPERATURE)
     mixture_NV = 0.5 * (kept[0] + kept[1])
     q_NV = mixture_NV * (mixture_NV >= mixture_NV.topk(KAPPA).values[:, -1:])
@@ -144,8 +138,8 @@ def test_the_merged_target_with_its_tail(merged, student_NV, teachers_NV):
         assert found[f"teacher_{m}/alpha"] == pytest.approx(0.5)
 
 
-def test_the_sampled_reverse_kl_is_at_the_rollouts_temperature(reverse, rollouts, student_NV, teachers_NV):
-    found = reverse[0]
+def test_the_sampled_reverse_kl_is_at_the_rollouts_temperature(reverse, rollouts, logits_NV):
+    found, (student_NV, teachers_NV) = reverse[0], logits_NV
     mixture_NV = sum(0.5 * (logits / TEMPERATURE).softmax(-1) for logits in teachers_NV)
     logp_NV = (student_NV / TEMPERATURE).log_softmax(-1)
     expected = at_tokens(logp_NV, rollouts) - at_tokens(mixture_NV.log(), rollouts)
