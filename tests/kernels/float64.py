@@ -17,19 +17,10 @@ from torch import Tensor
 
 from bench.harness import objective
 from bench.harness.accuracy import CANCELLATION, LOGP, ULPS, ulp
+from smopd import ops
 from smopd.kernels.reference import loss as reference_loss
 from smopd.kernels.reference.loss import prepare_target
-from smopd.kernels.types import SparseTarget, TokenTerms, loss_target
-from smopd.ops import (
-    CLIP_DUAL,
-    CLIP_HIGH,
-    CLIP_LOG_RATIO,
-    CLIP_LOW,
-    CLIP_REVERSE_HIGH,
-    CLIP_REVERSE_LOW,
-    LossSettings,
-    LossTokens,
-)
+from smopd.kernels.types import LossSettings, LossTokens, SparseTarget, TokenTerms, loss_target
 
 TERMS = tuple(field.name for field in fields(TokenTerms))
 TERM = {"rtol": 2e-6, "atol": LOGP, "equal_nan": True}  # rtol: for surrogates of e^20
@@ -88,20 +79,15 @@ def clip_bits(logp_N: Tensor, tokens: LossTokens, settings: LossSettings) -> Ten
     ratio_N = log_ratio_N.clamp(-20, 20).exp()
     low_N, high_N = ratio_N < 1 - settings.clip_low, ratio_N > 1 + settings.clip_high
     adv_N = tokens.adv_N
-    bits_N = CLIP_LOW * (low_N & (adv_N < 0)) + CLIP_HIGH * (high_N & (adv_N > 0))
-    bits_N = bits_N + CLIP_LOG_RATIO * (log_ratio_N.abs() > 20)
+    bits_N = ops.CLIP_LOW * (low_N & (adv_N < 0)) + ops.CLIP_HIGH * (high_N & (adv_N > 0))
+    bits_N = bits_N + ops.CLIP_LOG_RATIO * (log_ratio_N.abs() > 20)
     if settings.dual_clip is not None:
-        bits_N = bits_N + CLIP_DUAL * (
-            (adv_N < 0) & (ratio_N.clamp(min=1 - settings.clip_low) > settings.dual_clip)
-        )
+        dual_N = (adv_N < 0) & (ratio_N.clamp(min=1 - settings.clip_low) > settings.dual_clip)
+        bits_N = bits_N + ops.CLIP_DUAL * dual_N
     if tokens.reverse_adv_N is not None:
-        ppo = settings.reverse_kl_surrogate == "ppo"
-        low_N, high_N = (
-            (low_N & (tokens.reverse_adv_N < 0), high_N & (tokens.reverse_adv_N > 0))
-            if ppo
-            else (low_N, high_N)
-        )
-        bits_N = bits_N + CLIP_REVERSE_LOW * low_N + CLIP_REVERSE_HIGH * high_N
+        if settings.reverse_kl_surrogate == "ppo":
+            low_N, high_N = low_N & (tokens.reverse_adv_N < 0), high_N & (tokens.reverse_adv_N > 0)
+        bits_N = bits_N + ops.CLIP_REVERSE_LOW * low_N + ops.CLIP_REVERSE_HIGH * high_N
     return bits_N
 
 
