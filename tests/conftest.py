@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
 # The slowest files run first, so that no worker is idle at the end.
 FIRST = (
     "test_packaging.py",
@@ -105,12 +104,6 @@ def device() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def repository_root() -> Path:
-    """Root folder of the checkout."""
-    return ROOT
-
-
-@pytest.fixture(scope="session")
 def data_set() -> Callable[[str], Path]:
     """Return a function that finds real data by short name (`snips`, `rlla/test`) or path in the data folder.
 
@@ -137,15 +130,3 @@ def data_set() -> Callable[[str], Path]:
         pytest.skip(reason)
 
     return find
-
-
-@pytest.fixture
-def poisoned_memory() -> Iterator[None]:
-    """Fill new tensors, including those of C++, with NaN or the largest integer."""
-    import torch
-
-    torch.set_deterministic_debug_mode("warn")  # the mode in which torch fills new memory
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    assert bool(torch.empty(1000).isnan().all())
-    yield
-    torch.set_deterministic_debug_mode("default")

@@ -1,4 +1,4 @@
-"""Run Python programs in forks of a process that has imported the trainer and vLLM: commands or ranks."""
+"""Run Python programs, as commands or ranks: most in forks of a process that has imported the trainer."""
 
 from __future__ import annotations
 
@@ -34,6 +34,12 @@ forks = partial(torch.multiprocessing.start_processes, start_method="forkserver"
 
 def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def python(*words: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run `python *words` in a process that imports everything itself."""
+    there = {"cwd": cwd, "env": environment() | variables, "timeout": HANG_SECONDS}
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, **there)
 
 
 def become(words: tuple[str, ...], variables: dict[str, str], cwd: Path, output: list[Path]) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from smopd import evaluate, export, merge, ops, push
 from smopd.config.cli import parse
 from smopd.config.errors import is_setting, schemas
 from smopd.data.places import catalogue
-from tests.ranks import ROOT, environment
+from tests.ranks import ROOT, python
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMAND = re.compile(r"(?:smopd |(?:torchrun|python) .*-m smopd\.)(\w+)(.*)")
@@ -82,9 +80,7 @@ def test_the_operations_run_and_the_rewards_score():
 
 
 def test_the_sites_sources_have_every_setting_and_operation_and_only_links_that_lead_somewhere():
-    done = subprocess.run(
-        [sys.executable, "docs/site.py"], cwd=ROOT, env=environment(), capture_output=True, text=True
-    )
+    done = python("docs/site.py")
     assert done.returncode == 0, done.stderr
     reference = ROOT / "build/docs/reference"
     settings = (reference / "settings.md").read_text()

@@ -10,6 +10,7 @@ from bench.study.experiments import EXPERIMENTS
 from bench.study.jobs import Job
 from bench.study.pages import draw, filled, stored
 from bench.study.results import Steps
+from tests.ranks import ROOT
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
@@ -19,10 +20,10 @@ def test_smopd_train_accepts_every_job_of_the_study(experiment: str, tmp_path: P
         assert settings.seed == 3 and EXPERIMENTS[experiment].baseline in settings.runs
 
 
-def test_the_pages_show_the_stored_results(repository_root: Path, tmp_path: Path) -> None:
-    results = repository_root / "docs/study/results"
+def test_the_pages_show_the_stored_results(tmp_path: Path) -> None:
+    results = ROOT / "docs/study/results"
     for page in ("README.md", "docs/study.md", "docs/quickstart.md", "docs/merging.md"):
-        text = (repository_root / page).read_text()
+        text = (ROOT / page).read_text()
         assert "<!-- table " in text and filled(text, results) == text, f"{page}: run bench.study --pages"
     (first, *_) = stored(results, "equal_cost", "base")
     assert first.steps["smopd"] == Steps(25, 105, 65) and first.steps["smopd_paper"] == Steps(50, 130, 90)

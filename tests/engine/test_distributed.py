@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.patience import HANG_SECONDS
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, python
 
 LEFT_TO_GLOO = """
 import sys, torch, torch.distributed as dist
@@ -25,7 +23,7 @@ with process_group():
 
 @pytest.mark.slow
 def test_gloo_that_still_frees_tensors_does_not_abort_the_end() -> None:
-    ran = subprocess.run([sys.executable, "-c", LEFT_TO_GLOO], capture_output=True, text=True)
+    ran = python("-c", LEFT_TO_GLOO)
     assert ran.returncode == 0, ran.stderr
 
 

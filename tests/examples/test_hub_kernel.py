@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
 from examples import hub_kernel
 from smopd.ops import topk_forward_kl, topk_logprobs
+from tests.ranks import python
 
 LOADED = """
 import importlib.util, json, sys
@@ -37,8 +36,8 @@ def test_it_computes_what_smopd_does(tmp_path: Path) -> None:
     assert [each["backend"]["type"] for each in facts] == ["cpu", "cuda"]
     given = torch.randn(6, 50), torch.randn(6, 50), torch.arange(6)
     torch.save(given, tmp_path / "values")
-    command = [sys.executable, "-c", LOADED, str(variants[0]), str(tmp_path / "values")]
-    subprocess.run(command, check=True, cwd=tmp_path)
+    done = python("-c", LOADED, str(variants[0]), str(tmp_path / "values"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     x, y, ids = given
     top = topk_logprobs(y, 4)
     expected = topk_forward_kl(x, ids, top.ids_NS, top.logps_NS)

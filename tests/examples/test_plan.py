@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 from examples.plan import Need, Options, main, plan, totals
 from smopd.config.cli import read_settings
 from smopd.config.settings import merged
-from tests.ranks import ROOT, environment
+from tests.ranks import ROOT, python
 from tests.smopd.recipes import write_recipe
 
 CONFIG = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size"
@@ -101,6 +99,5 @@ def test_paths_and_functions_are_found_as_by_train(tmp_path: Path, monkeypatch) 
     assert main([made]) == 0
     (tmp_path / "mine.py").write_text("def make(seed): raise KeyError(seed)")
     words = [made, "--model.path", "null", "--model.factory", "mine:make"]
-    script = [sys.executable, str(ROOT / "examples/plan.py"), *words]
-    done = subprocess.run(script, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    done = python(str(ROOT / "examples/plan.py"), *words, cwd=tmp_path)
     assert done.returncode == 2 and ": mine:make raised KeyError: 0 (" in done.stderr

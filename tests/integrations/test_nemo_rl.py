@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import runpy
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +17,8 @@ from torch import Tensor
 
 from examples.nemo_rl_loss import SmopdLossFn, stack_teachers
 from smopd.ops import LossSettings, LossTokens, smopd_loss
+from tests.ranks import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 B, T, V, S = 3, 7, 50, 6
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 

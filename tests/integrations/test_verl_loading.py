@@ -6,7 +6,6 @@ import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.utils.config import omega_conf_to_dataclass
 
 from smopd.integrations import verl as smopd_verl
+from tests.ranks import ROOT, python
 
-ROOT = Path(__file__).resolve().parents[2]
 # verl's own tests of the functions that are replaced.
 THEIR_TESTS = (
     "tests/workers/test_distillation_topk_symmetry_on_cpu.py",
@@ -70,13 +69,6 @@ def test_verls_configuration_takes_what_is_documented() -> None:
     plain = omega_conf_to_dataclass(composed(command).distillation).distillation_loss
     smopd_verl.require_unclamped(plain)  # without the mixture's settings
     assert merged_runtime_env(config)["VERL_USE_EXTERNAL_MODULES"] == "smopd.integrations.verl"
-
-
-def python(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
-    command = [sys.executable, *words]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
 
 
 def test_verl_loads_it_as_an_external_module_and_it_says_what_it_replaced() -> None:

@@ -8,10 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from bench.harness.accuracy import poisoned_memory
+
 
 @pytest.fixture(autouse=True)
-def _poisoned(poisoned_memory: None) -> None:
+def _poisoned() -> Iterator[None]:
     """Fill new memory with NaN in all tests of kernels, to reveal reads before writes."""
+    with poisoned_memory():
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        assert bool(torch.empty(1000).isnan().all())
+        yield
 
 
 @pytest.fixture

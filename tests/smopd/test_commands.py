@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from importlib import import_module
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 import smopd
 from smopd.__main__ import COMMANDS, main
 from smopd.extra import TRAIN
-from tests.ranks import ROOT, environment
+from tests.ranks import python
 
 EACH = """
 import contextlib, io, sys
@@ -27,12 +25,6 @@ for name in COMMANDS:
     heavy = {"torch", "transformers"} & sys.modules.keys()
     print(name, status, len(said.getvalue()) > 100, *heavy, sep="|")
 """
-
-
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment(), capture_output=True, text=True
-    )
 
 
 def test_the_list_and_the_version(capsys):
@@ -53,7 +45,7 @@ def test_a_wrong_name_is_answered(wrong, near, capsys):
 
 
 def test_a_commands_help_needs_no_torch():
-    done = run("-c", EACH)
+    done = python("-c", EACH)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"{name}|0|True" for name in COMMANDS]
     mains = [import_module(module).main for module, _ in COMMANDS.values()]
@@ -61,7 +53,7 @@ def test_a_commands_help_needs_no_torch():
 
 
 def test_without_the_extra_a_command_names_what_to_install():
-    done = run("-S", "-c", EACH)  # -S: a Python without any installed package
+    done = python("-S", "-c", EACH)  # -S: a Python without any installed package
     for name, line in zip(COMMANDS, done.stdout.splitlines(), strict=True):
         absent = re.fullmatch(
             rf"{name}\|error: not installed: (.*?); .* pip install 'smopd\[train\]'.*\|False", line
@@ -70,5 +62,5 @@ def test_without_the_extra_a_command_names_what_to_install():
 
 
 def test_a_commands_mistakes_and_exit_status_are_its_own():
-    done = run("-m", "smopd", "train", "quickstrat")
+    done = python("-m", "smopd", "train", "quickstrat")
     assert done.returncode == 2 and "did you mean quickstart?" in done.stderr, done.stderr

@@ -5,27 +5,19 @@ Runs in a separate process because Triton decides at import whether to interpret
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.ranks import python
+
 pytest.importorskip("triton", reason="triton is not installed")
 
 
-from tests.patience import HANG_SECONDS
-
-
 @pytest.mark.slow
-def test_everything_that_ships_compiles_and_holds(repository_root: Path, tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.kernels.offline"]
-    done = subprocess.run(
-        command, cwd=repository_root, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS
-    )
+def test_everything_that_ships_compiles_and_holds(tmp_path: Path) -> None:
+    variables = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = python("-m", "tests.kernels.offline", **variables)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from smopd.config.errors import ANSWERS, schemas
 from smopd.config.recipe import Mistakes, load, write_yaml
 from smopd.config.schedule import PlannedRun, plan
 from smopd.config.settings import Settings
+from tests.ranks import python
 
 RECIPE = """\
 # A tiny recipe.
@@ -345,6 +343,5 @@ def test_a_setting_of_an_earlier_version_is_answered(folder: Path, path: str) ->
 
 
 def test_a_terminal_that_does_not_know_a_character_ends_nothing() -> None:
-    words = [sys.executable, "-c", r"import smopd.extra; print('\u2192')"]
-    latin = os.environ | {"PYTHONIOENCODING": "latin-1"}
-    assert subprocess.run(words, env=latin, capture_output=True, text=True, check=True).stdout == "\\u2192\n"
+    done = python("-c", r"import smopd.extra; print('\u2192')", PYTHONIOENCODING="latin-1")
+    assert done.stdout == "\\u2192\n", done.stderr

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import yaml
 
@@ -12,7 +9,7 @@ from smopd.config.cli import describe, parse, read_settings
 from smopd.config.recipe import builtin
 from smopd.config.settings import Settings
 from smopd.data.alpaca import prompt_row
-from tests.ranks import ROOT, environment
+from tests.ranks import python
 
 STEPS = {
     "rlla_qwen2.5_1.5b": ("Qwen/Qwen2.5-1.5B-Instruct", 150),
@@ -69,9 +66,7 @@ def test_a_dry_run_and_a_mistake_need_neither_torch_nor_a_network() -> None:
         "except SystemExit as stop:\n"
         "    print(stop.code, 'torch' in sys.modules, 'transformers' in sys.modules)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *STEPS], cwd=ROOT, env=environment(), capture_output=True, text=True
-    )
+    done = python("-c", code, *STEPS)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "2 False False"
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from smopd.run import lease
 from smopd.run.base import initial_model
 from smopd.run.folder import ConfigMismatch, lock_run_dir, write_settings
 from smopd.run.lease import RunDirLocked
-from tests.ranks import environment
+from tests.ranks import python
 from tests.smopd.run.invariance_worker import SETTINGS
 
 MADE = Settings.model_validate(SETTINGS)
@@ -145,8 +143,7 @@ def test_a_command_on_another_host_is_noticed_where_locks_are_not(tmp_path, monk
 def test_a_command_that_loses_its_lease_or_folder_ends_itself(tmp_path, act, said):
     (tmp_path / "run").mkdir()
     words = f"from smopd.run.lease import *\nrun = Path('run')\nwith lease(run): {act}; time.sleep(60)"
-    there = {"cwd": tmp_path, "env": environment()}
-    ended = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, **there)
+    ended = python("-c", words, cwd=tmp_path)
     assert ended.returncode == 1 and said in ended.stderr
 
 
