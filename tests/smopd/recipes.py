@@ -27,7 +27,7 @@ TINY: dict[str, Any] = {
     "model": {"factory": "smopd.worlds.models:world_model", "kwargs": {"layers": 1}},
     "data": {
         "train": {"source": WORLD, "kwargs": {"n": 40, "seed": 1}},
-        "evaluation": {"source": WORLD, "kwargs": {"n": 6, "seed": 2, "split": "heldout"}},
+        "evaluation": {"source": WORLD, "kwargs": {"n": 4, "seed": 2, "split": "heldout"}},
         "max_prompt_tokens": 96,
     },
     "rewards": [
@@ -37,10 +37,10 @@ TINY: dict[str, Any] = {
     "warm_start": {
         "source": {"source": "smopd.worlds.toy_world:demonstrations", "kwargs": {"n": 200, "seed": 3}},
         "steps": 6,
-        "batch_size": 32,
+        "batch_size": 16,
         "learning_rate": 5.0e-3,
     },
-    "rollout": {"group_size": 4, "max_new_tokens": 24},
+    "rollout": {"group_size": 4, "max_new_tokens": 16},
     "student": {"learning_rate": 1.0e-3, "compute_dtype": "float32"},
     "scoring": {"deadline_seconds": 600.0},
     "loop": {"steps": 4, "prompts_per_step": 4, "updates_per_step": 2},

@@ -61,7 +61,7 @@ def test_a_whole_vocabulary(target: str, tail: bool, dtype: str, backend: str) -
 @pytest.mark.parametrize("target", ["given", "repeats", "pooled", "merged"])
 def test_any_kappa(target: str, backend: str) -> None:
     for kappa in (0, 3, 200) if backends.interpreted(backend) else (0, 1, 3, 64, 128, 200):
-        check_loss(backend, loss_case((2, 1271, 2, kappa), target=target))
+        check_loss(backend, loss_case((2, 1271, 2, kappa), target=target), most=1)
 
 
 SUPPORTS = {

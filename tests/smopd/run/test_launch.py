@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from smopd.config.settings import merged
 from smopd.engine.distributed import process_group
 from smopd.engine.process import below, runs
 from tests.patience import HANG_SECONDS
@@ -19,8 +20,8 @@ from tests.smopd.recipes import metric_lines, train_here, write_recipe
 
 pytestmark = pytest.mark.slow
 
-TWO = {"loop": {"steps": 4}, "checkpoint": {"every": 2}}
-ENDLESS = {"loop": {"steps": 100_000}, "checkpoint": {"every": 0}}
+TWO = {"loop": {"steps": 4}, "warm_start": {"steps": 2}, "data": {"evaluation": None}}
+ENDLESS = merged(TWO, {"loop": {"steps": 100_000}, "checkpoint": {"every": 0}})
 FIRST = "accuracy_teacher/metrics.jsonl"
 OUTPUT = ("--output", "out", "--only", "accuracy_teacher")
 TRAIN = ("-m", "smopd.train", "recipe.yaml", *OUTPUT)

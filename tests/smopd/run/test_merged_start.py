@@ -39,7 +39,8 @@ TAUGHT: dict[str, Any] = {
         {"name": "accuracy", "function": "two_rewards:short", "range": [-3, 3]},
         {"name": "format", "function": "two_rewards:vowels", "range": [0, 1]},
     ],
-    "warm_start": {"steps": 30, "source": {"kwargs": {"n": 400}}},
+    "warm_start": {"steps": 30, "batch_size": 32, "source": {"kwargs": {"n": 400}}},
+    "rollout": {"max_new_tokens": 24},
     "loop": {"steps": 6},
     "student": {"learning_rate": 1.0e-2},
     "scoring": {"special_tokens": False},  # a model of random weights says many

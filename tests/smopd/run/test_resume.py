@@ -114,7 +114,7 @@ def test_a_reward_that_ends_an_evaluation_on_two_ranks_leaves_what_is_done(tmp_p
         "scoring": {"max_unscorable_share": 0.0},
         "checkpoint": {"every": 100},
         "evaluation": {"every": 2},
-        "loop": {"steps": 4},
+        "loop": {"steps": 3},
     }
     recipe, run = write_recipe(tmp_path, more, drop=("warm_start",)), "accuracy_teacher"
     assert train(recipe, "--only", run, ranks=2).returncode == 0
