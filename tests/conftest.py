@@ -29,6 +29,8 @@ FIRST = (
     "test_train.py",
     "test_topk.py",
     "test_ended.py",
+    "test_fuzz.py",
+    "test_extending.py",
     "test_vllm_sync.py",
     "test_vllm_remote.py",
     "test_deepspeed.py",

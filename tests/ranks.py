@@ -94,7 +94,7 @@ def wait_until(moment: Callable[[], bool], process: BaseProcess, log: Path) -> N
     deadline = time.monotonic() + HANG_SECONDS
     while not moment():
         assert process.is_alive() and time.monotonic() < deadline, log.read_text()[-4000:]
-        time.sleep(0.002)
+        time.sleep(0.005)
 
 
 def on_ranks(n: int, *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
