@@ -1,7 +1,5 @@
 """Fixtures, markers and order of the tests."""
 
-from __future__ import annotations
-
 import gc
 import os
 import time

@@ -4,8 +4,6 @@ Each target knows the mistakes that it may answer; any other exception is printe
 status is 1. The targets, or all of them, share the time. `tests/test_fuzz.py` runs each for a moment.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

@@ -6,8 +6,6 @@ After a CUDA error that sticks every later test of the process fails too; a proc
 never comes back. Such a process ends, and pytest-xdist starts another worker for the other tests.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import sys

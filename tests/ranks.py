@@ -1,7 +1,5 @@
 """Run Python programs, as commands or ranks: most in forks of a process that has imported the trainer."""
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """README and docs: commands parse, the README's operations run, its rewards score, and the site builds."""
 
-from __future__ import annotations
-
 import functools
 import re
 import shlex

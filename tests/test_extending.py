@@ -1,7 +1,5 @@
 """A run uses the functions of docs/extending.md."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fuzz every parser for a moment. Longer: `python -m tests.fuzz --minutes 60`."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.fuzz import TARGETS, fuzz

@@ -1,7 +1,5 @@
 """Import layers, read from the sources with ast, and limits on the size of the project."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

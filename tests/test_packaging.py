@@ -4,8 +4,6 @@ The extension is compiled once, for the wheel built from the sdist. Nothing is d
 sees this interpreter's torch and transformers.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

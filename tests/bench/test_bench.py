@@ -1,7 +1,5 @@
 """The study's recipes and stored results."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

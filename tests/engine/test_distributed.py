@@ -1,7 +1,5 @@
 """Process groups and time-outs of a training process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Sending weights in parts; tests/engine/vllm tests vLLM's receivers."""
 
-from __future__ import annotations
-
 import base64
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Small random models, ragged rollouts, and checks of sampled responses, for the engine's tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

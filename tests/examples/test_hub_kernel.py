@@ -1,7 +1,5 @@
 """The kernel of the Hugging Face hub: loaded as the package `kernels` does, without an installed smopd."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

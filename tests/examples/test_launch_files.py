@@ -1,7 +1,5 @@
 """The launch templates and GitHub's workflows: they are read, and their commands are called or dry-run."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The planner: states, frozen models, engines, and the exit status."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """examples/real_model: a recipe from its data to its table, at a tiny size; rewards that conflict."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

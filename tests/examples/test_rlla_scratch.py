@@ -1,7 +1,5 @@
 """examples/rlla_scratch.yaml with real prompts and vocabulary, one step per run."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """examples/tools: the service, the rewards of a right conversation and of wrong ones, and the recipe."""
 
-from __future__ import annotations
-
 import pytest
 
 from examples.tools import world

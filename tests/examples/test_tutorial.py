@@ -1,7 +1,5 @@
 """The tutorial runs from top to bottom, with one step per run."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.ranks import ROOT, on_ranks

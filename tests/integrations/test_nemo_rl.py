@@ -4,8 +4,6 @@ NeMo-RL is source only and imports Ray and CUDA packages. A stand-in has the nam
 nemo_rl/algorithms/loss/interfaces.py in versions 0.6 to 0.8.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Environments written for TRL, as `rollout.environment: trl`."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

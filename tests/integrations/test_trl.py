@@ -1,7 +1,5 @@
 """TRL's trainers with teachers compared with TRL's own, with settings that make them equal; refusals."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

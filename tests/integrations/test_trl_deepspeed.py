@@ -1,7 +1,5 @@
 """TRL's trainers with teachers under DeepSpeed ZeRO-3: two gloo ranks take the steps of one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """TRL's trainers with teachers on two gloo ranks, DDP and FSDP2, take the steps of one process."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

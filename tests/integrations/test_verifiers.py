@@ -1,7 +1,5 @@
 """Environments of verifiers as they are, where `pip install "verifiers<0.2"` is."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Compared with verl's functions if they agree by definition, and otherwise with s
 `make test-verl` runs these in an environment of their own.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager

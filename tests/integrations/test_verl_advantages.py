@@ -1,7 +1,5 @@
 """SMOPD's advantages in verl's two trainers, compared with verl's GDPO and with smopd.ops."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """Loading smopd.integrations.verl in verl: its configuration, replaced functions, and refusals."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

@@ -1,7 +1,5 @@
 """TRL's trainers on the quickstart's small model: prompts, rewards, teachers, fixed ragged completions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

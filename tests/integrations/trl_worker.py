@@ -6,8 +6,6 @@ Completions are greedy and advantages depend on the prompt, so that any number o
 Rank 0 saves the results to FOLDER/MODE.pt.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from functools import cache

@@ -3,8 +3,6 @@
 Triton runs natively on a GPU, else in its interpreter, which is slow and gets only a few rows of a case.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

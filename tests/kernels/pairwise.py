@@ -1,7 +1,5 @@
 """Combinations of factors such that every pair of values of two factors occurs in one."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

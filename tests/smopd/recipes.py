@@ -1,7 +1,5 @@
 """A recipe that runs both stages in seconds, small models, and JSON lines, for tests of the commands."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """The estimators that weight rewards by their batch or group, against loops in float64; over ranks."""
 
-from __future__ import annotations
-
 import math
 import statistics
 

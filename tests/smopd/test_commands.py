@@ -1,7 +1,5 @@
 """The commands under one name: help without torch, and what to install without the extra."""
 
-from __future__ import annotations
-
 import re
 from importlib import import_module
 

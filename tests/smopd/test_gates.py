@@ -1,7 +1,5 @@
 """The gates equal a scalar transcription of Eq. 18 to 21; edge cases."""
 
-from __future__ import annotations
-
 import math
 from itertools import combinations
 

@@ -1,7 +1,5 @@
 """Secrets and control characters do not reach files and terminals."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The objective: schedule of lambda, denominators, old log-probabilities, importance weights, reverse KL."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """`smopd push`: what the folder holds, and what the hub is asked."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Expected teacher scores from full forward passes of transformers and peft, and comparisons with them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

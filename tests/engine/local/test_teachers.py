@@ -1,7 +1,5 @@
 """Local teachers equal full forward passes of transformers and peft."""
 
-from __future__ import annotations
-
 import json
 import logging
 from dataclasses import replace

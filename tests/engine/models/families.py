@@ -3,8 +3,6 @@
 `python -m tests.engine.models.families docs/models.md` prints how each trains and fills the page's table.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import warnings

@@ -3,8 +3,6 @@
 test_packing.py compares the mask with single sequences, test_paths.py whole models with transformers.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Loading models from a folder or hub id, their end tokens, and errors in one line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every family trains, samples and scores as transformers computes it."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest

@@ -1,7 +1,5 @@
 """HTTP servers on the loopback with scripted answers."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Preference models behind URLs: requests, and malformed answers."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

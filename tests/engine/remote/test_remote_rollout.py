@@ -1,7 +1,5 @@
 """Rollout servers with malformed responses, and servers that are not set up for rollouts."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Teachers behind URLs: our own servers in this process, scripted ones, and hostile answers."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import re

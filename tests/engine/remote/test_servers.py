@@ -1,7 +1,5 @@
 """Servers that are busy, die, hang, flood, refuse or come back: no request is lost."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

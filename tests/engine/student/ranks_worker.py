@@ -1,7 +1,5 @@
 """Checks of strategies on two ranks. Arguments: a folder, and some of fsdp2, zero2 and zero3."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

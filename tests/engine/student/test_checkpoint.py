@@ -3,8 +3,6 @@
 Kills while one is written are tested in tests/smopd/run/test_resume.py, ranks in ranks_worker.py.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -3,8 +3,6 @@
 That gradients and updates equal one process's is shown by tests/smopd/run/test_invariance_deepspeed.py.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Adapters: gradients, the frozen base, files for peft, and merged weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader

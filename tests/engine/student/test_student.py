@@ -3,8 +3,6 @@
 That gradients and updates of several ranks equal one process's: tests/smopd/run/test_invariance.py.
 """
 
-from __future__ import annotations
-
 import sys
 from copy import deepcopy
 from functools import partial

@@ -1,7 +1,5 @@
 """A student with a tiny model, its losses and parameters, for the tests of this folder."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Servers of vLLM and of our teachers in processes of their own."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

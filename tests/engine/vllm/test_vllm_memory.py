@@ -1,7 +1,5 @@
 """GPU memory of vLLM's engines, and memory of weights on their way to one. Needs no vLLM."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

@@ -1,7 +1,5 @@
 """Servers of vLLM, killed and restarted, our teacher server, and a preference model."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Sampling with vLLM: log-probabilities, draws, seeds, ends, limits, and the end of an engine's process."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

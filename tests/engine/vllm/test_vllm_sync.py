@@ -3,8 +3,6 @@
 Tied and untied heads, one rank and two, in this process and in another.
 """
 
-from __future__ import annotations
-
 import os
 import queue
 import signal

@@ -1,7 +1,5 @@
 """Teachers in vLLM compared with forward passes of transformers and peft."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -5,8 +5,6 @@ by the model's name. Arguments: a folder with a saved model for each of TIED; a 
 servers of the untied model, which sample instead of an engine.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

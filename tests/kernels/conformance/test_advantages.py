@@ -3,8 +3,6 @@
 Triton uses small blocks, so that few responses take several programs.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

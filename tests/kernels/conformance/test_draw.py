@@ -1,7 +1,5 @@
 """draw on every backend: the token where the cumulative distribution exceeds the uniform number."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """loss_rows and topk_logprobs on every backend with infinities, NaN and extreme values."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """loss_rows on every backend: terms and gradient against float64, for all options, shapes and layouts."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

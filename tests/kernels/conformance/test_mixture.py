@@ -1,7 +1,5 @@
 """teacher_mixture on every backend: the exact order, and log-probabilities against float64."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """topk_logprobs on every backend: exact ids, and log-probabilities against float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -6,8 +6,6 @@ Resolvers choose a function's clone for the CPU. In a copy of smopd._C in FOLDER
 given clone, and all other clones start with an illegal instruction: passing tests ran on the given clones.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import struct

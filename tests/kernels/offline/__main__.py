@@ -14,8 +14,6 @@ In PTX no product may be fused unrounded where its rounding matters: b*c - round
 error instead of 0, and a thread would keep a product with another rounding than it passes on.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """The launcher calls that represent all shipped variants of the Triton kernels."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Recording of launches, with tensors as Pointer so that another process can compile them."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib

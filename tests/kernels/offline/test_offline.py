@@ -3,8 +3,6 @@
 Runs in a separate process because Triton decides at import whether to interpret.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """linear_smopd_loss and linear_topk_logprobs: equal to the dense operations, and their memory."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 import pytest

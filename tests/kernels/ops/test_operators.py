@@ -1,7 +1,5 @@
 """The public functions compiled and traced: each is one operator with its gradient."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The public advantages: defaults, options, whitening over ranks. Values: conformance/test_advantages.py."""
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 from pathlib import Path

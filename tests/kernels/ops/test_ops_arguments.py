@@ -1,7 +1,5 @@
 """Errors of smopd.ops for wrong arguments and forced backends, and the check of ids on a CPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

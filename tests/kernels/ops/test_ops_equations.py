@@ -1,7 +1,5 @@
 """The paper's reverse KL, Eq. 15 to 17, on a vocabulary of seven."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """smopd_loss: the sum of the terms, autograd, and inplace=True. Rows: conformance/test_loss.py."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """The Triton kernels with more than 2^31 logits on a GPU, a few rows of them against float64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Triton only: launch shapes, limits, far memory, the split kernel, CUDA graphs. Values: conformance/."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace

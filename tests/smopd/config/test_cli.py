@@ -1,7 +1,5 @@
 """The command line: values, and one error line per mistake with its place, before torch is imported."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 from typing import Any

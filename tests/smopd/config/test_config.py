@@ -1,7 +1,5 @@
 """Settings: invalid values and combinations, and the resolved settings of a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

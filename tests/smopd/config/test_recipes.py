@@ -1,7 +1,5 @@
 """The built-in recipes resolve, and the paper's recipes have the values of its tables."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 

@@ -1,7 +1,5 @@
 """`python -m smopd.data` and short names: the data folder, and downloads that fail."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """API-Bank: both parsers, outcomes, hostile responses, the real items, and the command."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """BFCL with bfcl-eval's data and checker: correct and wrong calls, parsing, prompts, the metric."""
 
-from __future__ import annotations
-
 import json
 import time
 from importlib.util import find_spec

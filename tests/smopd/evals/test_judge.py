@@ -1,7 +1,5 @@
 """API-Bank's judge against a scripted endpoint: its failures, the cache, and the command."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """The safety suite: its prompts, what becomes of two scorers' values, the paper's rows, and its options."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Which starts there are, and which one the guard takes of a table made by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

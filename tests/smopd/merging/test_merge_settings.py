@@ -1,7 +1,5 @@
 """`merge` in a recipe: what its mistakes are answered with, and what the plan says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`smopd merge` against a naive float64 merge, over files, dtypes, ties and adapters; refusals."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Alarms: each is reported once, after its number of steps in a row, on screen and in the report alike."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

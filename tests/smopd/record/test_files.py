@@ -1,7 +1,5 @@
 """Logs that survive a kill: complete lines, truncation to a step, atomic replacement."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os

@@ -1,7 +1,5 @@
 """The progress line, on a terminal and in a file."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

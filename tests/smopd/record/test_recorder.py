@@ -1,7 +1,5 @@
 """Every metric of a step equals dense arithmetic on the same fixed responses."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 

@@ -1,7 +1,5 @@
 """The token view: the text of each token, the student's view of it, and the teachers'."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

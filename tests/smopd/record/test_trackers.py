@@ -1,7 +1,5 @@
 """Trackers: logged values and resumed runs."""
 
-from __future__ import annotations
-
 import pytest
 
 from smopd.record.trackers import TRACKERS

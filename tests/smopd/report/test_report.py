@@ -1,7 +1,5 @@
 """Tables and the report: content, escaping, averages."""
 
-from __future__ import annotations
-
 import math
 import re
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """Preference models as rewards: what they score, and errors. At a URL: tests/engine/remote."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

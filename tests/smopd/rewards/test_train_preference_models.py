@@ -1,7 +1,5 @@
 """examples/train_preference_models.py: which pairs it trains on, and two steps of a tiny model."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Tiny preference models: random sequence classifiers over bytes, saved as any checkpoint is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -3,8 +3,6 @@
 As a script it saves the records of each variant. Arguments: a folder, then names of variants.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import dataclass

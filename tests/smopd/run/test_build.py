@@ -1,7 +1,5 @@
 """Settings of engines, and tokenizers of teachers."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Literal, get_args, get_origin
 

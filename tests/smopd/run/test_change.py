@@ -1,7 +1,5 @@
 """Run directories with changed settings: more steps, free changes, `--change`; exported checkpoints."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`smopd train` and `smopd evaluate` with vLLM, LoRA teachers, and DeepSpeed."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The run directory: its lock, its settings, and links in the way."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A full disk is reported, and with free space the command resumes. Uses a small tmpfs."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

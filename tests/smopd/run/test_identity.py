@@ -1,7 +1,5 @@
 """What a run depends on may not change between two commands without --change: rows, models, code."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

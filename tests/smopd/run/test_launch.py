@@ -1,7 +1,5 @@
 """Two ranks, from one command or under torchrun: errors are printed once, and all ranks end together."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Runs that start from a weight merge: the guard's table and choice, an interruption, two ranks."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A run with an environment: held-out prompts, teachers and token view, and a resume bit for bit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

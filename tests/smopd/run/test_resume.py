@@ -1,7 +1,5 @@
 """A command that is killed or stopped at any moment resumes bit for bit."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

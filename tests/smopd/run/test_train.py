@@ -1,7 +1,5 @@
 """`smopd train` end to end in a tiny environment: both stages, three rewards, and invalid inputs."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

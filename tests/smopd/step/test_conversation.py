@@ -1,7 +1,5 @@
 """Conversations: tokens, masks and endings, draws, drift of the template, and environments that fail."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

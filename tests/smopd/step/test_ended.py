@@ -3,8 +3,6 @@
 As a module it runs the cases of TWO_RANKS, in which only the last rank loses its servers. Argument: a folder.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

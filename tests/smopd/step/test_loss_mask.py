@@ -4,8 +4,6 @@ The twin reads one whole sequence at a time, without packing, shared prompts or 
 the vocabulary, so that its target is the teachers' dense mixture.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """What the rewards are given beside prompts and responses, and when too few of them score."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Sampling: the policy of each batch, one step ahead, independent draws, and prompts that are replaced."""
 
-from __future__ import annotations
-
 import math
 from contextlib import contextmanager, nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """Signals: recorded while postponed, raised otherwise; two at once count as one."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

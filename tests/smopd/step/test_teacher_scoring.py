@@ -1,7 +1,5 @@
 """Teachers on another device score in parallel with the rewards."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path
