@@ -24,8 +24,9 @@ from tests.patience import HANG_SECONDS
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the fork server, for threads that forks start
 FORKS = multiprocessing.get_context("forkserver")
-# Importing either takes seconds; vLLM is left out where it is not installed.
-FORKS.set_forkserver_preload(["smopd.run.pipeline", "vllm.entrypoints.openai.api_server"])
+# Importing each takes seconds; vLLM is left out where it is not installed.
+VLLM = ("vllm.entrypoints.openai.api_server", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")
+FORKS.set_forkserver_preload(["smopd.run.pipeline", *VLLM])
 forks = partial(torch.multiprocessing.start_processes, start_method="forkserver")
 """torch.multiprocessing.spawn in forks."""
 
