@@ -13,6 +13,8 @@ from tests.ranks import ROOT
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_smopd_train_accepts_every_job_of_the_study(experiment: str, tmp_path: Path) -> None:
+    for reward in ("accuracy", "format"):
+        (tmp_path / f"wide_teachers_base_seed_3/{reward}_teacher/export").mkdir(parents=True)
     for variant in EXPERIMENTS[experiment].variants:
         settings = Job(experiment, variant, 3, tmp_path, tmp_path).settings
         assert settings.seed == 3 and EXPERIMENTS[experiment].baseline in settings.runs

@@ -78,12 +78,13 @@ def test_sampling_gives_what_transformers_does(name):
 
 
 def test_sampling_needs_no_cache(monkeypatch):
-    def absent(**_):
+    def absent(*_, **__):
         raise ValueError("no such cache")
 
     asked = [(5, 9), (7,)], [0, 1], Sampling(n=2, max_new_tokens=9)
     expected = LocalRollout(tiny_model(layers=3), [END]).generate(*asked)
-    monkeypatch.setattr(rollout, "DynamicCache", absent)
+    for cache in ("Cache", "DynamicCache"):
+        monkeypatch.setattr(rollout, cache, absent)
     monkeypatch.setattr(rollout, "_WAYS", {})
     engine = LocalRollout(tiny_model(layers=3), [END])
     assert engine.way == "uncached"
