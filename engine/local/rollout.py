@@ -10,6 +10,7 @@ Shapes: R rows, T new tokens, L prompt positions, C positions that the buffers h
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -188,7 +189,8 @@ class LocalRollout:
         causal = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
         own = torch.eye(longest, dtype=torch.bool, device=device)
         mask = (causal & real[:, None, None, :]) | own
-        cache = Cache(layer_class_to_replicate=GrowingLayer)  # without windows: the masks have them
+        most = longest + sampling.max_new_tokens
+        cache = Cache(layer_class_to_replicate=partial(GrowingLayer, most))  # no windows: the masks have them
         masks = attention.layer_masks(self.model, mask, position, position)
         logits = self.forward(ids, masks, position, cache)
         keys_R = torch.tensor(groups, device=device).repeat_interleave(n)
@@ -257,9 +259,16 @@ class LocalRollout:
 
 
 class GrowingLayer(DynamicLayer):
-    """A layer's keys and values, (R, K, L, d), with room behind them, so that a token is written in place."""
+    """A layer's keys and values, (R, K, L, d), with room behind them, so that a token is written in place.
+
+    most: positions that will be needed.
+    """
 
     is_initialized: bool
+
+    def __init__(self, most: int):
+        super().__init__()
+        self.most = most
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
@@ -268,16 +277,17 @@ class GrowingLayer(DynamicLayer):
             self.dtype, self.device = key_states.dtype, key_states.device
             self.is_initialized = True
             self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
-        self.keys, self.values = _appended(self.keys, key_states), _appended(self.values, value_states)
+        self.keys = _appended(self.keys, key_states, self.most)
+        self.values = _appended(self.values, value_states, self.most)
         return self.keys, self.values
 
 
-def _appended(x: Tensor, more: Tensor) -> Tensor:
+def _appended(x: Tensor, more: Tensor, most: int) -> Tensor:
     """Return x, (R, K, L, d), followed by `more`: in the memory of x if this has room."""
     n_rows, n_heads, length, size = x.shape
     total = length + more.shape[2]
     if length == 0 or x.stride(1) < total * size:
-        roomy = x.new_empty(n_rows, n_heads, total + BLOCK, size)
+        roomy = x.new_empty(n_rows, n_heads, min(total + BLOCK, most), size)
         roomy[:, :, :length] = x
         x = roomy
     whole = x.as_strided((n_rows, n_heads, total, size), x.stride())
