@@ -29,11 +29,11 @@ FIRST = (
     "test_ended.py",
     "test_fuzz.py",
     "test_extending.py",
-    "test_vllm_sync.py",
     "test_vllm_remote.py",
-    "test_deepspeed.py",
+    "test_vllm_sync.py",
     "test_vllm_rollout.py",
-    "test_vllm_teachers.py",
+    "test_engines.py",
+    "test_deepspeed.py",
 )
 MAX_THREADS = 2  # tensors in tests are small: more threads are slower
 

@@ -2,11 +2,12 @@
 
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from functools import partial
 from multiprocessing import forkserver
@@ -33,9 +34,7 @@ class Process:
     """A server `python -m module ... --port`, not started yet, in a process group of its own."""
 
     def __init__(self, module: str, log: Path, arguments: Sequence[str]):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = _free_port()
         self.url, self.log = f"http://127.0.0.1:{port}", log
         self.words = ("-m", module, *arguments, "--port", str(port))
         self.process: BaseProcess | None = None
@@ -69,6 +68,14 @@ class Process:
             self.process.join(60)
             if self.process.is_alive():
                 self.kill()
+
+
+def _free_port() -> int:
+    """Return a port below those that systems give to outgoing connections, which may take it meanwhile."""
+    while True:
+        with suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", port := random.randrange(20_000, 32_000)))
+            return port
 
 
 def _serve(words: tuple[str, ...], log: Path) -> None:
