@@ -50,7 +50,7 @@ from smopd.run.failures import UnusableInput, error_context
 from smopd.run.folder import compare_inputs, flat, lock_run_dir, mark_done, write_settings
 from smopd.run.identity import hub_commits, identity
 from smopd.run.inputs import Inputs, log_inputs, read_inputs, require_same
-from smopd.run.preflight import newer_than_tested, require_functions, try_engine, try_rewards
+from smopd.run.preflight import newer_than_tested, require_functions, require_rewards, try_engine, try_rewards
 from smopd.step.conversation import Conversations, Environments
 from smopd.step.held_out import evaluate_held_out
 from smopd.step.rewards import WINDOW_STEPS, Rewarder
@@ -153,8 +153,7 @@ def try_recipe(command: Command) -> int:
                 build.require_models(settings, plan(settings, command.stage, command.only), tokenizer)
                 failed = try_rewards(pool, settings, tokenizer, inputs.train[0])
                 try_model(settings, start, tokenizer, inputs.train[0], device)
-                if failed:
-                    raise UnusableInput(f"rewards: {', '.join(failed)} failed on the first prompt, see above")
+                require_rewards(failed)
         except (Failure, OSError, SystemExit) as error:
             say_error(f"error: {CODE_EXITS * isinstance(error, SystemExit)}{error}")
             return 1
@@ -229,7 +228,8 @@ def do_runs(context: RunContext, command: Command) -> None:
         log_inputs(inputs)
     due = [run for run in planned if not context.finished(run.name)]
     if due:
-        try_rewards(context.pool, settings, tokenizer, inputs.train[0])
+        failed = try_rewards(context.pool, settings, tokenizer, inputs.train[0])
+        require_rewards(name for name, always in failed.items() if always)
         build.require_models(settings, due, tokenizer)
     for run in due:
         if run.name == BASE:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
@@ -78,17 +78,20 @@ def require_functions(settings: Settings) -> None:
 
 def try_rewards(
     pool: RewardPool, settings: Settings, tokenizer: PreTrainedTokenizerBase, prompt: Prompt
-) -> list[str]:
+) -> dict[str, bool]:
     """Score the prompt's ground truth and an empty answer, and print what they earn; a collective call.
 
-    With an environment they are conversations of one response. Return the rewards that failed, on rank 0.
+    With an environment they are conversations of one response.
+
+    Returns:
+        The rewards that failed, and whether one of them failed on the ground truth too.
     """
     row = prompt.columns.get("reward_model")  # verl's
     columns = {**(row if isinstance(row, Mapping) else {}), **prompt.columns}
     column = next((name for name in GROUND_TRUTHS if isinstance(columns.get(name), str)), None)
     answers = {"an empty answer": ""}
     if column is not None:
-        answers = {f"its {column}": columns[column], **answers}
+        answers = {f"the text of its column {column!r}": columns[column], **answers}
     rollouts = []
     for text in answers.values() if distributed.rank() == 0 else ():
         rest = text.removeprefix(prompt.response_start)
@@ -99,16 +102,21 @@ def try_rewards(
         rollouts.append(Rollout(prompt.token_ids, ids, logps, 0, finished=False, messages=messages))
     scoring = settings.scoring.model_copy(update={"max_unscorable_share": 1.0})
     scored = Rewarder(pool, tokenizer, scoring).score([prompt] * len(rollouts), rollouts)
-    if distributed.rank() != 0:
-        return []
-    for k, name in enumerate(scored.names):
+    failed = {}
+    for k, name in enumerate(scored.names if distributed.rank() == 0 else ()):
         earned = []
         for answer, value in zip(answers, scored.rewards_RK[:, k].tolist(), strict=True):
             earned.append(f"no score for {answer}" if math.isnan(value) else f"{value:g} for {answer}")
-        error = scored.last_errors.get(name)
+        if error := scored.last_errors.get(name):
+            failed[name] = column is not None and bool(scored.rewards_RK[0, k].isnan())
         why = f" ({error.splitlines()[-1]})" if error else ""  # a traceback ends with what was raised
         say(f"reward {name} on the first prompt: {', '.join(earned)}{why}")
-    return list(scored.last_errors)
+    return distributed.broadcast_object(failed)
+
+
+def require_rewards(failed: Iterable[str]) -> None:
+    if names := ", ".join(failed):
+        raise UnusableInput(f"rewards: {names} failed on the first prompt, see above")
 
 
 def try_engine(engine: RolloutEngine, student: Student, prompt: Prompt, settings: Settings) -> float:

@@ -51,6 +51,7 @@ class Rewarder:
 
     def __post_init__(self) -> None:
         self._failures = defaultdict[str, deque[Counter[str]]](lambda: deque(maxlen=self.window_steps))
+        self._responses = deque[int](maxlen=self.window_steps)
 
     def score(
         self,
@@ -86,20 +87,25 @@ class Rewarder:
     def _check(self, scored: RewardBatch, *, training: bool) -> None:
         """Raise RewardError if a dimension is over the limit; a collective call."""
         ranks = distributed.gather_objects(replace(scored, texts=()))
-        steps = self.window_steps if training else 1  # the first steps count as a full window
-        responses = steps * sum(len(rank.rewards_RK) for rank in ranks)
+        responses = sum(len(rank.rewards_RK) for rank in ranks)
+        share = self.scoring.max_unscorable_share
+        allowed, steps, limit = share * responses, "", f"{share:g}"
+        if training:
+            self._responses.append(responses)
+            responses = sum(self._responses)
+            allowed *= self.window_steps  # the first steps count as a full window
+            steps, limit = f" in {len(self._responses)} steps", f"{limit} of {self.window_steps} steps"
         for name in scored.names:
             window = self._failures[name] if training else deque[Counter[str]]()
             window.append(sum((Counter(rank.failures[name]) for rank in ranks), Counter()))
             failures = sum(window, Counter())
             unscorable = failures.total()
-            if unscorable > self.scoring.max_unscorable_share * responses:
+            if unscorable > allowed:
                 kinds = ", ".join(f"{kind} {count}" for kind, count in failures.items())
                 error = next((rank.last_errors[name] for rank in ranks if name in rank.last_errors), None)
                 raise RewardError(
-                    f"reward {name!r} left {unscorable} of {responses} responses unscored (share "
-                    f"{unscorable / responses:.3f}, limit {self.scoring.max_unscorable_share:g}): {kinds}. "
-                    f"Last error: {error or 'none'}"
+                    f"reward {name!r} left {unscorable} of {responses} responses unscored{steps} "
+                    f"(scoring.max_unscorable_share: {limit}): {kinds}. Last error: {error or 'none'}"
                 )
 
 
