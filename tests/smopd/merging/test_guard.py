@@ -33,7 +33,7 @@ TABLE = {
     "a alone": (2.5, 0.0),
     "f alone": (1.0, 0.9),
     "plain sum": (2.4, 0.05),
-    "a 0.1 + f": (2.0, 0.85),
+    "a (keep 0.1) + f": (2.0, 0.85),
 }
 
 
@@ -51,8 +51,8 @@ def test_who_lacks_too_much_of_a_gain_is_out() -> None:
     [
         ({"f alone": (1.0, 0.95)}, "lacks 11% of what f gained"),  # 10.5% over 10%
         ({"f alone": (1.0, 0.9)}, None),
-        ({"a 0.1 + f": (0.9, 0.9)}, "scores less than f alone"),
-        ({"a 0.1 + f": (1.0, 0.9)}, None),
+        ({"a (keep 0.1) + f": (0.9, 0.9)}, "scores less than f alone"),
+        ({"a (keep 0.1) + f": (1.0, 0.9)}, None),
         ({"base": (-1.0, 0.9)}, "lacks some of what f gained"),  # f gained nothing, and the sum is below it
     ],
 )
@@ -64,16 +64,16 @@ def test_the_runs_weights_choose_the_best_and_of_equal_ones_the_first() -> None:
     table = TABLE | {"plain sum": (1.95, 0.9)}
     found = [best(judge(table, merge(), weights)[3:]) for weights in ((0.5, 0.5), (0.6, 0.4), (0.4, 0.6))]
     names = [row.candidate.name for row in found if row is not None]
-    assert names == ["plain sum", "a 0.1 + f", "plain sum"]
+    assert names == ["plain sum", "a (keep 0.1) + f", "plain sum"]
     assert best(judge(TABLE, merge())[:2]) is None
 
 
 def test_where_no_sum_is_in_the_nearest_is_taken() -> None:
     rows = judge(TABLE, merge({"max_regression": 0.1}))
-    assert all(row.out for row in rows) and nearest(rows).candidate.name == "a 0.1 + f"
+    assert all(row.out for row in rows) and nearest(rows).candidate.name == "a (keep 0.1) + f"
     assert rows[4].out == "lacks 14% of what a gained"
     assert rows[0].out == "lacks 100% of what a gained; lacks 100% of what f gained"
-    rows = judge(TABLE | {"a 0.1 + f": (0.5, 0.9)}, merge())
+    rows = judge(TABLE | {"a (keep 0.1) + f": (0.5, 0.9)}, merge())
     assert nearest(rows).candidate.name == "f alone"
 
 
@@ -81,8 +81,8 @@ def test_levels_go_from_the_whole_to_the_most_trimmed() -> None:
     found = levels(merge({"keep": [0.1, 1], "exclude": ["", "self_attn"]}, {"keep": [0.5, 1]}))
     assert [[each.name for each in level] for level in found] == [
         ["plain sum", "a without self_attn + f"],
-        ["a + f 0.5", "a without self_attn + f 0.5"],
-        ["a 0.1 + f", "a 0.1 without self_attn + f"],
-        ["a 0.1 + f 0.5", "a 0.1 without self_attn + f 0.5"],
+        ["a + f (keep 0.5)", "a without self_attn + f (keep 0.5)"],
+        ["a (keep 0.1) + f", "a (keep 0.1) without self_attn + f"],
+        ["a (keep 0.1) + f (keep 0.5)", "a (keep 0.1) without self_attn + f (keep 0.5)"],
     ]
     assert found[2][1].parts == (Part(keep=0.1, exclude="self_attn"), Part())

@@ -45,7 +45,7 @@ TAUGHT: dict[str, Any] = {
 }
 NAMES = [
     "base", "accuracy_teacher alone", "format_teacher alone", "plain sum",
-    "accuracy_teacher 0.2 + format_teacher",
+    "accuracy_teacher (keep 0.2) + format_teacher",
 ]  # fmt: skip
 
 
