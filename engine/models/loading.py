@@ -118,7 +118,8 @@ def require_usable(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> None
     for token, token_id in tokenizer.get_vocab().items():
         if token_id >= size and token != tokenizer.pad_token:  # padding is masked
             raise UnusableModel(
-                f"model {path}: embeds {size} tokens, its tokenizer has {token!r} at {token_id}"
+                f"model {path}: embeds {size} tokens, its tokenizer has {token!r} at {token_id}: "
+                "resize the embeddings"
             )
     for name, part in (("config", config), ("tokenizer", tokenizer)):
         try:

@@ -22,11 +22,13 @@ ADVICE = {
     "skipped": "an update with a non-finite gradient was skipped",
     "collapsed": f"the policy's entropy has collapsed below {LEAST_ENTROPY} nats: lower "
     "student.learning_rate, or set loss.entropy_coef",
-    "truncated": "more than half of the responses are cut at rollout.max_new_tokens: raise it",
+    "truncated": "more than half of the responses are cut at rollout.max_new_tokens: raise it if they need "
+    "the room",
     "mismatch": "the rollout engine's log-probabilities differ from the trainer's by more than "
     f"{MOST_MISMATCH} nats: check the dtypes and that the engine has the same head, or correct with "
     "loss.importance_cap",
-    "unscorable": "a reward failed on more than a fifth of the responses: see its output in rewards_0.log",
+    "unscorable": "a reward failed on more than a fifth of the responses: see the lines above and its output "
+    "in rewards_0.log",
     "far": "the KL to the teachers' target has grown to more than five times its first value: lower "
     "student.learning_rate, or raise opd.coef",
     "negative": "kl is negative because it is not a full divergence: the pooled target counts a token once "
