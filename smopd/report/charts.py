@@ -13,7 +13,6 @@ _POINTS = 200  # at most about, per line
 _DOTS = 12  # a line of at most so many points shows each
 _SMOOTHED = 20  # a curve of the overview averages 1/20 of its steps
 _PLANES = 3  # at most, of two rewards each
-TIME = "steps, with teachers trained in parallel"
 
 Lines = Sequence[Mapping[str, Any]]
 """Lines of a .jsonl file of a run."""
@@ -53,11 +52,12 @@ _SECTIONS = {
 
 
 def overview(
-    metrics: Mapping[str, Lines], rewards: Sequence[str], begins: Mapping[str, int]
+    metrics: Mapping[str, Lines], rewards: Sequence[str], begins: Mapping[str, int], time: str
 ) -> Iterator[dict[str, Any]]:
     """Yield the planes of two rewards, and the sum of rewards over time.
 
-    `begins` has the wall-clock step at which each run starts, after the runs that it needs.
+    `begins` has the wall-clock step at which each run starts, after the runs that it needs; `time` is the
+    title of that axis.
     """
     keys = [f"reward/{name}/mean" for name in rewards]
     curves = {run: rows for run, lines in metrics.items() if (rows := smoothed(lines, keys))}
@@ -65,7 +65,7 @@ def overview(
         plane = {run: [(row[i], row[j]) for row in rows] for run, rows in curves.items()}
         yield from chart(f"{up} (up) against {right} (right)", right, plane, ends=True)
     total = {run: [(r[0] + begins.get(run, 0), sum(r[1:])) for r in rows] for run, rows in curves.items()}
-    yield from chart("Sum of the rewards", TIME, total, marks={*begins.values()} - {0})
+    yield from chart("Sum of the rewards", time, total, marks={*begins.values()} - {0})
 
 
 def smoothed(lines: Lines, keys: Sequence[str]) -> list[tuple[float, ...]]:
@@ -81,7 +81,7 @@ def smoothed(lines: Lines, keys: Sequence[str]) -> list[tuple[float, ...]]:
 
 
 def sections(
-    metrics: Mapping[str, Lines], begins: Mapping[str, int], teachers: Sequence[str]
+    metrics: Mapping[str, Lines], begins: Mapping[str, int], time: str, teachers: Sequence[str]
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yield title and charts of each section that is not empty. `teachers` are labels."""
     keys = dict.fromkeys(key for lines in metrics.values() for line in lines for key in line)
@@ -92,7 +92,7 @@ def sections(
                 of = "".join(match.groups())
                 of = dict(enumerate(teachers)).get(int(of), of) if name.startswith("{}:") else of
                 curves = {run: _points(lines, match[0], begins.get(run, 0)) for run, lines in metrics.items()}
-                charts += chart(heading(name.replace("{}", of)), TIME, curves)
+                charts += chart(heading(name.replace("{}", of)), time, curves)
         if charts:
             yield title, charts
 

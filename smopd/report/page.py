@@ -56,6 +56,8 @@ def write_report(path: str | os.PathLike[str], report: Report) -> None:
     kinds = dict(report.kinds) | dict.fromkeys(sorted(taught - set(report.kinds)), "specialize")
     kinds |= {run: "train" for run in report.metrics if run not in kinds}
     colours = assign(kinds)
+    later = any(report.begins.get(run) for run, kind in report.kinds.items() if kind != "train")
+    time = "steps, with teachers trained in parallel" if later else "steps"
     pages = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
     pages.filters |= {"heading": heading, "visible": _visible, "plain": _plain}
     page = pages.get_template("page.html").render(
@@ -67,8 +69,10 @@ def write_report(path: str | os.PathLike[str], report: Report) -> None:
         best=_best(report),
         alarms={run: due for run, lines in report.metrics.items() if (due := alarms_of(lines))},
         starts=list(_starts(report.merges, labels)),
-        overview=list(overview(report.metrics, report.rewards, report.begins)),
-        sections=list(sections(report.metrics, report.begins, [labels[name] for name in report.teachers])),
+        overview=list(overview(report.metrics, report.rewards, report.begins, time)),
+        sections=list(
+            sections(report.metrics, report.begins, time, [labels[name] for name in report.teachers])
+        ),
         marked=lambda token, names: _token(token, [(labels[name], colours[name]) for name in names]),
         samples=[(labels[run], _by_step(lines)) for run, lines in report.samples.items() if lines],
         cell=cell,

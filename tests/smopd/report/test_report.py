@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -117,11 +118,15 @@ def test_a_run_is_drawn_after_the_runs_that_it_needs(tmp_path: Path) -> None:
         for run, at in steps.items()
     }
     begins = {run: at.wall_clock - at.own for run, at in steps.items()}
-    text = Page(tmp_path / "r.html", Report("t", metrics=metrics, begins=begins, rewards=["x", "y"])).source
+    report = Report("t", metrics=metrics, begins=begins, rewards=["x", "y"])
+    text = Page(tmp_path / "r.html", report).source
     total, plane = (text.split("<figure>")[i] for i in (2, 1))
     ends = {name[0]: points[-1][0] for name, points in polylines(total).items()}
     assert ends["m"] == ends["g"] > ends["b"] > ends["a"]
     assert len({x for points in polylines(plane).values() for x, _ in points}) == 1 and "g: 9 at 0" in plane
+    taught = Page(tmp_path / "r.html", replace(report, kinds={"m": "weights"})).source
+    axes = [{*re.findall(">(steps[^<]*)</text>", source)} for source in (text, taught)]
+    assert axes == [{"steps"}, {"steps, with teachers trained in parallel"}]
 
 
 def test_a_token_has_the_color_of_the_teacher_that_favors_it(tmp_path: Path) -> None:
