@@ -85,6 +85,10 @@ def sections(
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yield title and charts of each section that is not empty. `teachers` are labels."""
     keys = dict.fromkeys(key for lines in metrics.values() for line in lines for key in line)
+    if "kl" not in keys:  # no run has teachers: lambda is 0
+        keys.pop("opd_coef", None)
+        if "kl_ref" not in keys:  # the reference policy is scored in the same phase
+            keys.pop("seconds/teachers", None)
     for title, patterns in _SECTIONS.items():
         charts = []
         for pattern, name in patterns.items():

@@ -110,9 +110,10 @@ def test_a_run_is_drawn_after_the_runs_that_it_needs(tmp_path: Path) -> None:
     needs = {"a": {"base"}, "b": {"base"}, "m": {"a", "b"}, "g": set()}
     steps = count_steps({"a": 4, "b": 6, "m": 3, "g": 9}, needs)
     assert steps["m"] == (3, 13, 9) and steps["g"] == (9, 9, 9)
+    idle = {"opd_coef": 0.0, "seconds/teachers": 1e-4}
     metrics = {
         run: [
-            {"step": step, "reward/x/mean": 0.0, "reward/y/mean": float(step)}
+            {"step": step, "reward/x/mean": 0.0, "reward/y/mean": float(step), **idle}
             for step in range(1, at.own + 1)
         ]
         for run, at in steps.items()
@@ -124,9 +125,15 @@ def test_a_run_is_drawn_after_the_runs_that_it_needs(tmp_path: Path) -> None:
     ends = {name[0]: points[-1][0] for name, points in polylines(total).items()}
     assert ends["m"] == ends["g"] > ends["b"] > ends["a"]
     assert len({x for points in polylines(plane).values() for x, _ in points}) == 1 and "g: 9 at 0" in plane
-    taught = Page(tmp_path / "r.html", replace(report, kinds={"m": "weights"})).source
+    metrics = {"m": [{"step": 1, "kl": 0.1, **idle}]}
+    taught = Page(tmp_path / "r.html", replace(report, kinds={"m": "weights"}, metrics=metrics)).source
     axes = [{*re.findall(">(steps[^<]*)</text>", source)} for source in (text, taught)]
     assert axes == [{"steps"}, {"steps, with teachers trained in parallel"}]
+    plots = [
+        {"Lambda", "Teachers (seconds)"} & {*re.findall("<figcaption>(.*)<", source)}
+        for source in (text, taught)
+    ]
+    assert plots == [set(), {"Lambda", "Teachers (seconds)"}]
 
 
 def test_a_token_has_the_color_of_the_teacher_that_favors_it(tmp_path: Path) -> None:
