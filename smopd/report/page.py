@@ -56,6 +56,7 @@ def write_report(path: str | os.PathLike[str], report: Report) -> None:
     kinds = dict(report.kinds) | dict.fromkeys(sorted(taught - set(report.kinds)), "specialize")
     kinds |= {run: "train" for run in report.metrics if run not in kinds}
     colours = assign(kinds)
+    baselines = {run for run, kind in report.kinds.items() if kind == "train"}
     later = any(report.begins.get(run) for run, kind in report.kinds.items() if kind != "train")
     time = "steps, with teachers trained in parallel" if later else "steps"
     pages = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
@@ -64,7 +65,7 @@ def write_report(path: str | os.PathLike[str], report: Report) -> None:
         report=report,
         labels=labels,
         colours=colours,
-        baselines={run for run, kind in report.kinds.items() if kind == "train"},
+        baselines=baselines if len(baselines) < len(report.kinds) else (),  # dashed beside others
         palette=PALETTE,
         best=_best(report),
         alarms={run: due for run, lines in report.metrics.items() if (due := alarms_of(lines))},

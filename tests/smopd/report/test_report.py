@@ -134,6 +134,9 @@ def test_a_run_is_drawn_after_the_runs_that_it_needs(tmp_path: Path) -> None:
         for source in (text, taught)
     ]
     assert plots == [set(), {"Lambda", "Teachers (seconds)"}]
+    runs = [{"g": "train"}, {"g": "train", "m": "weights"}]
+    pages = [Page(tmp_path / "r.html", replace(report, kinds=kinds)).source for kinds in runs]
+    assert [bool(re.search(r'class="(key )?\w+ dashed"', page)) for page in pages] == [False, True]
 
 
 def test_a_token_has_the_color_of_the_teacher_that_favors_it(tmp_path: Path) -> None:
