@@ -17,6 +17,7 @@ from smopd.report.tables import PALETTE, Row, assign, cell, heading
 
 SAMPLED_STEPS = 12  # ours: evenly spaced steps of a run whose samples are shown
 FAINTEST = 0.05  # ours: below, a token has no color
+DECIMALS = 12  # ours: smaller values are rounding errors, such as an advantage of 3e-18
 UNLIKELY = 0.1  # ours: probability below which a token is marked
 Labels = Mapping[str, str]
 
@@ -137,7 +138,9 @@ def _plain(value: object, form: str = ".4g") -> str:
         return "\n\n".join(map(_plain, value))
     if isinstance(value, dict):
         return ", ".join(f"{name} {_plain(part)}" for name, part in value.items())
-    return "no number" if value is None else f"{value:{form}}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{round(value, DECIMALS) + 0.0:{form}}"  # + 0.0: no "-0"
+    return "no number" if value is None else str(value)
 
 
 def _visible(text: str, after_newline: str = "") -> str:

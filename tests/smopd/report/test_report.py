@@ -64,12 +64,13 @@ def test_report_is_self_contained_and_escapes_everything(tmp_path: Path) -> None
         columns=[EVIL],
         settings_yaml=f"name: {EVIL}",
         metrics={EVIL: [{"step": 1, **line}, {"step": 2, **line}]},
-        samples={EVIL: [{"step": 1, "prompt": EVIL, "response": EVIL + "\ud800", "rewards": {EVIL: 0.5}}]},
+        samples={EVIL: [{"step": 1, "prompt": EVIL, "response": EVIL + "\ud800", "rewards": {EVIL: -3e-18}}]},
         tokens={EVIL: [{"step": 2, "teachers": [EVIL, "two"], "prompt": EVIL, "tokens": [TOKEN]}]},
         teachers=[EVIL, "two"],
     )
     page = Page(tmp_path / "report.html", report)
     assert page.seen.count(EVIL) >= 23 and "\x1b" not in page.source
+    assert f"{EVIL} 0\n" in page.seen
     for tag, attributes in page.tags:
         assert tag != "script" and not attributes.keys() & {"src", "href", "onload"}
     assert POLICY in [attributes.get("content") for _, attributes in page.tags]
