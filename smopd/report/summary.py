@@ -59,7 +59,7 @@ def report_of(settings: Settings, folder: Path, rows: Sequence[Row], columns: Se
     return Report(
         title=settings.name,
         caption=settings.description,
-        facts=facts(settings, folder, sum(seconds.values())),
+        facts={"Advantage estimator": estimators(settings), **facts(settings, folder, sum(seconds.values()))},
         rows=[
             Row(row.label, row.run, dict(zip(COSTS, costs.get(row.run, ()), strict=False)) | row.values)
             for row in rows
@@ -82,6 +82,16 @@ def kind(settings: Settings, run: str) -> str:
     """Return the stage of a run, or its method if it merges."""
     stage = settings.runs[run].stage
     return settings.resolved(run).merge.method if stage == "merge" else stage
+
+
+def estimators(settings: Settings) -> str:
+    """Return the advantage estimator of most runs, then the others with the labels of their runs."""
+    labels: dict[str, list[str]] = {}
+    for name, run in settings.runs.items():
+        labels.setdefault(settings.resolved(name).advantage.estimator, []).append(f'"{run.label or name}"')
+    usual = max(labels, key=lambda estimator: len(labels[estimator]))
+    others = [f"{name} in {', '.join(runs)}" for name, runs in labels.items() if name != usual]
+    return usual + ", but " * bool(others) + "; ".join(others)
 
 
 def training_seconds(lines: Sequence[Mapping[str, Any]]) -> float:

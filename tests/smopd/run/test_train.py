@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+from html import unescape
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -92,7 +93,8 @@ def test_three_rewards_and_three_teachers(workplace):
             assert all(value is not None and math.isfinite(value) for value in line.values()), line
             assert {f"teacher_{m}/top_kappa_mass" for m in range(3)} <= line.keys()
     assert "report.html" in done.stdout
-    assert "brevity_teacher" in (folder / "report.html").read_text()
+    page = unescape((folder / "report.html").read_text())
+    assert '<dd>gdpo, but gd2po in "gd2po"; grpo in "grpo"</dd>' in page and "brevity_teacher" in page
     for run in results:
         model = AutoModelForCausalLM.from_pretrained(folder / run / "export")
         tokenizer = AutoTokenizer.from_pretrained(folder / run / "export")
@@ -126,6 +128,8 @@ def test_a_reference_policy_and_sampling_one_step_ahead(workplace):
     }
     result = train_here(recipe_of_one_run(workplace, changes), "--output", "run")
     assert result.returncode == 0, result.stderr
+    page = (workplace / "run/report.html").read_text()
+    assert "<dt>Advantage estimator</dt><dd>batch_balanced</dd>" in page
     lines = [line for line in metric_lines(workplace / "run/gdpo") if "loss/pg" in line]
     assert len(lines) == 3
     assert abs(lines[0]["kl_ref"]) < 1e-5, "the policy begins as its own reference"
