@@ -32,6 +32,8 @@ class Report:
     facts: Mapping[str, str] = field(default_factory=dict)
     """Date, machine, command and the like."""
     rows: Sequence[Row] = ()
+    held_out: str = "held-out prompts"
+    """What the rows are means of: number of prompts and responses."""
     columns: Sequence[str] = ()
     rewards: Sequence[str] = ()
     settings_yaml: str = ""

@@ -64,6 +64,7 @@ def report_of(settings: Settings, folder: Path, rows: Sequence[Row], columns: Se
             Row(row.label, row.run, dict(zip(COSTS, costs.get(row.run, ()), strict=False)) | row.values)
             for row in rows
         ],
+        held_out=held_out(settings, folder, rows),
         columns=[*COSTS, *columns],
         rewards=[reward.name for reward in settings.rewards],
         settings_yaml=write_yaml(settings, public=True),
@@ -82,6 +83,16 @@ def kind(settings: Settings, run: str) -> str:
     """Return the stage of a run, or its method if it merges."""
     stage = settings.runs[run].stage
     return settings.resolved(run).merge.method if stage == "merge" else stage
+
+
+def held_out(settings: Settings, folder: Path, rows: Sequence[Row]) -> str:
+    """Return how many prompts and responses the rows are means of; the prompts of all runs are the same."""
+    files = [file for row in rows if (file := folder / row.run / "responses.jsonl").exists()]
+    if not files:
+        return "held-out prompts"
+    prompts = len({json.loads(line)["prompt"] for line in files[0].read_bytes().splitlines()})
+    sampled = f" and {settings.evaluation.samples} sampled" * bool(settings.evaluation.samples)
+    return f"{prompts} held-out prompt{'s' * (prompts != 1)}, 1 greedy response{sampled} each"
 
 
 def estimators(settings: Settings) -> str:

@@ -130,6 +130,7 @@ def test_a_reference_policy_and_sampling_one_step_ahead(workplace):
     assert result.returncode == 0, result.stderr
     page = (workplace / "run/report.html").read_text()
     assert "<dt>Advantage estimator</dt><dd>batch_balanced</dd>" in page
+    assert "on 4 held-out prompts, 1 greedy response and 1 sampled each;" in page
     lines = [line for line in metric_lines(workplace / "run/gdpo") if "loss/pg" in line]
     assert len(lines) == 3
     assert abs(lines[0]["kl_ref"]) < 1e-5, "the policy begins as its own reference"
