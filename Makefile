@@ -82,6 +82,7 @@ $(VENV)/.installed-test: $(SOURCES) $(VENV)/.torch
 	@touch $@ $(VENV)/.installed
 
 install: $(VENV)/.installed
+	@echo "to activate: . $(VENV)/bin/activate"
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m smopd.train

@@ -120,10 +120,12 @@ class JsonLines(Sequence[Row]):
         try:
             row = json.loads(line.decode())
         except (ValueError, RecursionError) as error:  # a number may be too long, or nested too deep
-            why = getattr(error, "msg", error)
+            at = getattr(error, "pos", getattr(error, "start", 0))  # of a JSON or a Unicode error
+            why = f"{error.msg}: character {at + 1}" if isinstance(error, json.JSONDecodeError) else error
+            text = line.decode(errors="replace")[max(0, at - 40) : at + 20]
             line_number = os.pread(file.fileno(), begin, 0).count(b"\n") + 1
             raise ValueError(
-                f"{self._paths[number]}: line {line_number} is not JSON in UTF-8 ({why}): {line[:60]!r}"
+                f"{self._paths[number]}: line {line_number} is not JSON in UTF-8 ({why}): {text!r}"
             ) from error
         return checked_row(row, str(self._paths[number]), index)
 
