@@ -88,7 +88,7 @@ def scored(reward: Any, prompts: Any, completions: Any, **columns: Any) -> list[
 
 def sized(seed: int, vocabulary: int, hidden: int) -> Any:
     made, _ = world_model(seed, hidden_size=hidden, layers=2, heads=4)
-    made.resize_token_embeddings(vocabulary)
+    made.resize_token_embeddings(vocabulary, mean_resizing=False)
     return made
 
 
