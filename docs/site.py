@@ -63,7 +63,7 @@ def table(settings: list[tuple[str, ...]]) -> list[str]:
         default = json.dumps(schema["default"]) if "default" in schema else "required"
         meaning = " ".join(schema.get("description", "").split())
         cells = (f"`{dotted(keys)}`", f"`{kind(schema)}`", f"`{default}`", meaning)
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        rows.append("| " + " | ".join(cells) + " |")  # pipes in code need no escape, and would show it
     return rows
 
 

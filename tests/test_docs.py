@@ -83,5 +83,6 @@ def test_the_sites_sources_have_every_setting_and_operation_and_only_links_that_
     reference = ROOT / "build/docs/reference"
     settings = (reference / "settings.md").read_text()
     assert all(f"`{'.'.join(keys)}`" in settings for keys in schemas() if keys and is_setting(keys))
+    assert "| `text|null` |" in settings  # Python-Markdown would show a backslash
     operations = (reference / "operations.md").read_text()
     assert all(f"{name}(\n" in operations for name in ops.__all__ if name[0].islower())

@@ -324,8 +324,8 @@ class MergedModel(Section):
     keep: list[Share] = Field(default=[1.0], min_length=1)
     """Share of each tensor's changes to keep, largest magnitudes first. The guard tries every value given."""
     exclude: list[Pattern] = Field(default=[""], min_length=1)
-    """Regular expression of tensor names to leave unchanged, such as self_attn|embed; empty: none. The guard
-    tries every value given."""
+    """Regular expression of tensor names to leave unchanged, such as `self_attn|embed`; empty: none. The
+    guard tries every value given."""
     reward: str | None = None
     """Guard: the reward that this model was trained for."""
     max_regression: float | None = Field(default=None, ge=0)
