@@ -97,8 +97,11 @@ FAILING = """
 from pathlib import Path
 from smopd.rewards import rlla
 
+steps = []
+
 def accuracy(prompts, completions, training_step=None, **columns):
-    if Path("broken").exists() and not training_step:
+    steps.append(training_step)
+    if Path("broken").exists() and not training_step and any(steps):  # not before the first step
         raise RuntimeError("the judge is gone")
     return rlla.accuracy_reward(prompts, completions, **columns)
 """
