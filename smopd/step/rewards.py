@@ -18,7 +18,8 @@ from smopd.names import IDS_COLUMN, STEP_COLUMN
 from smopd.rewards.pool import RewardBatch, RewardError, RewardPool
 
 WINDOW_STEPS = 10
-"""Ours: unscored responses are counted over this many training steps, so one bad call does not end a run."""
+"""Ours: unscored responses are counted over this many training steps, so one bad call does not end a run,
+unless it is the first and every response failed."""
 
 
 def replaced(was: RewardBatch, rows: Sequence[int], now: RewardBatch) -> RewardBatch:
@@ -94,13 +95,15 @@ class Rewarder:
             self._responses.append(responses)
             responses = sum(self._responses)
             allowed *= self.window_steps  # the first steps count as a full window
-            steps, limit = f" in {len(self._responses)} steps", f"{limit} of {self.window_steps} steps"
+            n = len(self._responses)
+            steps, limit = f" in {n} step{'s' * (n > 1)}", f"{limit} of {self.window_steps} steps"
         for name in scored.names:
             window = self._failures[name] if training else deque[Counter[str]]()
             window.append(sum((Counter(rank.failures[name]) for rank in ranks), Counter()))
             failures = sum(window, Counter())
             unscorable = failures.total()
-            if unscorable > allowed:
+            errors = unscorable - failures["none"]
+            if unscorable > allowed or (training and len(window) == 1 and 0 < errors == responses):
                 kinds = ", ".join(f"{kind} {count}" for kind, count in failures.items())
                 error = next((rank.last_errors[name] for rank in ranks if name in rank.last_errors), None)
                 raise RewardError(

@@ -51,8 +51,9 @@ def test_the_step_is_a_column_while_training_alone() -> None:
 @pytest.mark.parametrize(
     ("failures", "ends_after"),
     [
-        ([4, 4, 4], 3),  # half of four steps may be without a score, the first ones too
-        ([4, 0, 0, 0, 4, 0], None),  # a bad call now and then
+        ([4], 1),  # the first call, as a whole
+        ([3, 4, 2], 3),  # half of four steps may be without a score, the first ones too
+        ([3, 0, 0, 0, 4, 0], None),  # a bad call now and then
         ([0] * 6 + [4] * 5, 9),  # more than half of the last four steps
         ([2] * 20, None),
     ],
