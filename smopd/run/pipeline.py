@@ -229,7 +229,8 @@ def do_runs(context: RunContext, command: Command) -> None:
     due = [run for run in planned if not context.finished(run.name)]
     if due:
         failed = try_rewards(context.pool, settings, tokenizer, inputs.train[0])
-        require_rewards(name for name, always in failed.items() if always)
+        if settings.scoring.max_unscorable_share < 1:
+            require_rewards(name for name, always in failed.items() if always)
         build.require_models(settings, due, tokenizer)
     for run in due:
         if run.name == BASE:

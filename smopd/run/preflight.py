@@ -81,10 +81,10 @@ def try_rewards(
 ) -> dict[str, bool]:
     """Score the prompt's ground truth and an empty answer, and print what they earn; a collective call.
 
-    With an environment they are conversations of one response.
+    Each is a call of its own. With an environment they are conversations of one response.
 
     Returns:
-        The rewards that failed, and whether one of them failed on the ground truth too.
+        The rewards that failed, and whether they failed on each answer, a ground truth among them.
     """
     row = prompt.columns.get("reward_model")  # verl's
     columns = {**(row if isinstance(row, Mapping) else {}), **prompt.columns}
@@ -92,24 +92,28 @@ def try_rewards(
     answers = {"an empty answer": ""}
     if column is not None:
         answers = {f"the text of its column {column!r}": columns[column], **answers}
-    rollouts = []
-    for text in answers.values() if distributed.rank() == 0 else ():
+    scoring = settings.scoring.model_copy(update={"max_unscorable_share": 1.0})
+    rewarder = Rewarder(pool, tokenizer, scoring)
+    batches = []
+    for text in answers.values():
         rest = text.removeprefix(prompt.response_start)
         ids = torch.tensor(tokenizer.encode(rest, add_special_tokens=False), dtype=torch.int64)
         talks = settings.rollout.environment is not None
         messages = ({"role": "assistant", "content": text},) if talks else ()
         logps = torch.zeros(len(ids))
-        rollouts.append(Rollout(prompt.token_ids, ids, logps, 0, finished=False, messages=messages))
-    scoring = settings.scoring.model_copy(update={"max_unscorable_share": 1.0})
-    scored = Rewarder(pool, tokenizer, scoring).score([prompt] * len(rollouts), rollouts)
+        rollout = Rollout(prompt.token_ids, ids, logps, 0, finished=False, messages=messages)
+        here = 1 if distributed.rank() == 0 else 0
+        batches.append(rewarder.score([prompt] * here, [rollout] * here))
     failed = {}
-    for k, name in enumerate(scored.names if distributed.rank() == 0 else ()):
+    for k, name in enumerate(batches[0].names if distributed.rank() == 0 else ()):
         earned = []
-        for answer, value in zip(answers, scored.rewards_RK[:, k].tolist(), strict=True):
+        for answer, batch in zip(answers, batches, strict=True):
+            value = float(batch.rewards_RK[0, k])
             earned.append(f"no score for {answer}" if math.isnan(value) else f"{value:g} for {answer}")
-        if error := scored.last_errors.get(name):
-            failed[name] = column is not None and bool(scored.rewards_RK[0, k].isnan())
-        why = f" ({error.splitlines()[-1]})" if error else ""  # a traceback ends with what was raised
+        errors = [batch.last_errors[name] for batch in batches if name in batch.last_errors]
+        if errors:
+            failed[name] = column is not None and len(errors) == len(batches)
+        why = f" ({errors[0].splitlines()[-1]})" if errors else ""  # a traceback ends with what was raised
         say(f"reward {name} on the first prompt: {', '.join(earned)}{why}")
     return distributed.broadcast_object(failed)
 

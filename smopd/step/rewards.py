@@ -90,12 +90,13 @@ class Rewarder:
         ranks = distributed.gather_objects(replace(scored, texts=()))
         responses = sum(len(rank.rewards_RK) for rank in ranks)
         share = self.scoring.max_unscorable_share
-        allowed, steps, limit = share * responses, "", f"{share:g}"
+        allowed, steps, limit = share * responses, "", f"scoring.max_unscorable_share {share:g}"
         if training:
             self._responses.append(responses)
-            responses = sum(self._responses)
-            allowed *= self.window_steps  # the first steps count as a full window
             n = len(self._responses)
+            missing = (self.window_steps - n) * responses  # the first steps count as a full window
+            responses = sum(self._responses)
+            allowed = share * (responses + missing)
             steps, limit = f" in {n} step{'s' * (n > 1)}", f"{limit} of {self.window_steps} steps"
         for name in scored.names:
             window = self._failures[name] if training else deque[Counter[str]]()
@@ -108,7 +109,7 @@ class Rewarder:
                 error = next((rank.last_errors[name] for rank in ranks if name in rank.last_errors), None)
                 raise RewardError(
                     f"reward {name!r} left {unscorable} of {responses} responses unscored{steps} "
-                    f"(scoring.max_unscorable_share: {limit}): {kinds}. Last error: {error or 'none'}"
+                    f"({allowed:g} may be, {limit}): {kinds}. Last error: {error or 'none'}"
                 )
 
 

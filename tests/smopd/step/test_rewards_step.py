@@ -21,6 +21,10 @@ ROLLOUT = Rollout((1,), torch.tensor([5]), torch.zeros(1), 0, finished=True)
 PROMPTS = [Prompt(i, "q", (1,), {"truth": i}) for i in range(4)]
 
 
+def has_call(completions: list[str], **columns: object) -> list[float]:
+    return [float(text.index("</tool_call>") > 0) for text in completions]
+
+
 class Tokenizer:
     all_special_ids: ClassVar[list[int]] = []
 
@@ -65,7 +69,7 @@ def test_a_bad_step_is_counted_over_a_window(failures, ends_after):
         own.score(PROMPTS, [ROLLOUT] * 4, step)
     if ends_after:
         most, of = sum(failures[:ends_after][-4:]), 4 * min(ends_after, 4)
-        message = rf"'tone' left {most} of {of} .*: 0\.5 of 4 steps\): exception {most}\. Last error: broken"
+        message = rf"'tone' left {most} of {of} .*\(8 may be, .* 0\.5 of 4 steps\): exception {most}\. Last"
         with pytest.raises(RewardError, match=message):
             own.score(PROMPTS, [ROLLOUT] * 4, ends_after - 1)
 
@@ -88,14 +92,18 @@ def test_tags_that_are_special_tokens_or_prefilled_are_scored(capsys):
     rewards = [
         Reward(name=name, function=f"smopd.rewards.rlla:{name}_reward") for name in ("accuracy", "format")
     ]
-    with RewardPool(rewards) as pool:
+    own = Reward(name="call", function=f"{__name__}:has_call")
+    with RewardPool(rewards) as pool, RewardPool([own]) as raises_on_an_empty_answer:
         scored = Rewarder(pool, tokenizer, Scoring()).score([prompt], [rollout])
         assert scored.texts == [truth] and scored.rewards_RK.tolist() == [[3.0, 1.0]]
         bare = Rewarder(pool, tokenizer, Scoring(special_tokens=False)).score([prompt], [rollout])
         assert not {"<tool_call>", "</think>"} & {*bare.texts[0].split()}
         verls = replace(prompt, columns={"reward_model": {"ground_truth": truth}})
         assert try_rewards(pool, read_settings("quickstart"), tokenizer, verls) == {}
+        found = try_rewards(raises_on_an_empty_answer, read_settings("quickstart"), tokenizer, verls)
+        assert found == {"call": False}
     out = capsys.readouterr().out
+    assert "call on the first prompt: 1 for the text of" in out and "an empty answer (ValueError: sub" in out
     assert (
         "accuracy on the first prompt: 3 for the text of its column 'ground_truth', -3 for an empty answer"
         in out
