@@ -120,9 +120,12 @@ class JsonLines(Sequence[Row]):
         try:
             row = json.loads(line.decode())
         except (ValueError, RecursionError) as error:  # a number may be too long, or nested too deep
-            at = getattr(error, "pos", getattr(error, "start", 0))  # of a JSON or a Unicode error
-            why = f"{error.msg}: character {at + 1}" if isinstance(error, json.JSONDecodeError) else error
-            text = line.decode(errors="replace")[max(0, at - 40) : at + 20]
+            why, text = str(error), line[:60].decode(errors="replace")
+            if isinstance(error, json.JSONDecodeError):
+                why = f"{error.msg}: character {error.pos + 1}"
+                text = line.decode()[max(0, error.pos - 40) : error.pos + 20]
+            elif isinstance(error, UnicodeDecodeError):
+                text = line[max(0, error.start - 40) : error.start + 20].decode(errors="replace")
             line_number = os.pread(file.fileno(), begin, 0).count(b"\n") + 1
             raise ValueError(
                 f"{self._paths[number]}: line {line_number} is not JSON in UTF-8 ({why}): {text!r}"

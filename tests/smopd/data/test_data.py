@@ -191,6 +191,7 @@ def test_a_hub_data_set_is_loaded_by_id(monkeypatch):
         ("a.jsonl", b'{"prompt": "a"}\n{"prompt": \n', "a.jsonl: line 2 is not JSON in UTF-8"),
         ("a.jsonl", b'{"prompt": "a"}\n[1]\n', "a.jsonl: row 1 is a list, expected an object of columns"),
         ("a.jsonl", b'{"prompt": "%s", oops}\n' % (b"x" * 99), r"name .*: character 115\): '\w+\", oops}"),
+        ("a.jsonl", b'{"prompt": "%s\xff near"}\n' % ("é" * 99).encode(), "not JSON in UTF-8 .* near"),
         ("a.jsonl", b'{"prompt": "\xe9"}\n', "a.jsonl: line 1 is not JSON in UTF-8"),
         ("a.jsonl", b"[" * 200_000 + b"\n", r"line 1 is not JSON in UTF-8 \(maximum recursion"),
         ("a.json", b'[{"prompt": 1},\n {"prompt": }]', "a.json: is not JSON in UTF-8 .*line 2"),
