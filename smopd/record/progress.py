@@ -63,7 +63,7 @@ def console() -> Console:
 
 def say(text: str) -> None:
     """Print a message, above the live line if there is one."""
-    console().print(printable(text), markup=False, soft_wrap=True)
+    console().print(printable(text), markup=False, emoji=False, soft_wrap=True)
 
 
 def say_error(text: str) -> None:

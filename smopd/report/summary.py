@@ -88,9 +88,12 @@ def kind(settings: Settings, run: str) -> str:
 def held_out(settings: Settings, folder: Path, rows: Sequence[Row]) -> str:
     """Return how many prompts and responses the rows are means of; the prompts of all runs are the same."""
     files = [file for row in rows if (file := folder / row.run / "responses.jsonl").exists()]
-    if not files:
+    try:
+        prompts = len({json.loads(line)["prompt"] for file in files[:1] for line in file.open()})
+    except (ValueError, KeyError):  # a line that was cut
+        prompts = 0
+    if prompts == 0:
         return "held-out prompts"
-    prompts = len({json.loads(line)["prompt"] for line in files[0].read_bytes().splitlines()})
     sampled = f" and {settings.evaluation.samples} sampled" * bool(settings.evaluation.samples)
     return f"{prompts} held-out prompt{'s' * (prompts != 1)}, 1 greedy response{sampled} each"
 
