@@ -119,6 +119,7 @@ def try_rewards(
 
 
 def require_rewards(failed: Iterable[str]) -> None:
+    """Raise UnusableInput if a reward is named."""
     if names := ", ".join(failed):
         raise UnusableInput(f"rewards: {names} failed on the first prompt, see above")
 

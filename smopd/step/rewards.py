@@ -104,7 +104,8 @@ class Rewarder:
             failures = sum(window, Counter())
             unscorable = failures.total()
             errors = unscorable - failures["none"]
-            if unscorable > allowed or (training and len(window) == 1 and 0 < errors == responses):
+            broken = training and len(window) == 1 and 0 < errors == responses
+            if unscorable > allowed or (broken and share < 1):
                 kinds = ", ".join(f"{kind} {count}" for kind, count in failures.items())
                 error = next((rank.last_errors[name] for rank in ranks if name in rank.last_errors), None)
                 raise RewardError(
