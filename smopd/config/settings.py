@@ -93,7 +93,8 @@ class Scoring(Section):
     """Time limit of one call of one reward. A worker over the limit is killed."""
     max_unscorable_share: float = Field(default=0.5, ge=0, le=1)
     """Stop the run when a reward fails on more than this share of the responses, counted over the last ten
-    steps or over one evaluation."""
+    steps or over one evaluation. Below 1, also when it fails on all of the first step, or before it on the
+    first prompt's ground truth and on an empty answer."""
     memory_gib: float | None = Field(default=None, gt=0)
     """Address space limit of each reward process, GiB. Memory that libraries only reserve counts too."""
     special_tokens: bool = True

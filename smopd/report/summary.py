@@ -88,10 +88,9 @@ def kind(settings: Settings, run: str) -> str:
 def held_out(settings: Settings, folder: Path, rows: Sequence[Row]) -> str:
     """Return how many prompts and responses the rows are means of; the prompts of all runs are the same."""
     files = [file for row in rows if (file := folder / row.run / "responses.jsonl").exists()]
+    lines = files[0].read_bytes().splitlines() if files else []
     try:
-        prompts = len(
-            {json.loads(line)["prompt"] for file in files[:1] for line in file.read_bytes().splitlines()}
-        )
+        prompts = len({json.loads(line)["prompt"] for line in lines})
     except (ValueError, KeyError):  # a line that was cut
         prompts = 0
     if prompts == 0:

@@ -102,7 +102,7 @@ def try_rewards(
         messages = ({"role": "assistant", "content": text},) if talks else ()
         logps = torch.zeros(len(ids))
         rollout = Rollout(prompt.token_ids, ids, logps, 0, finished=False, messages=messages)
-        here = 1 if distributed.rank() == 0 else 0
+        here = int(distributed.rank() == 0)
         batches.append(rewarder.score([prompt] * here, [rollout] * here))
     failed = {}
     for k, name in enumerate(batches[0].names if distributed.rank() == 0 else ()):

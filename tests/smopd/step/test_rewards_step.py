@@ -104,14 +104,9 @@ def test_tags_that_are_special_tokens_or_prefilled_are_scored(capsys):
         assert found == {"call": False}
     out = capsys.readouterr().out
     assert "call on the first prompt: 1 for the text of" in out and "an empty answer (ValueError: sub" in out
-    assert (
-        "accuracy on the first prompt: 3 for the text of its column 'ground_truth', -3 for an empty answer"
-        in out
-    )
-    assert (
-        "format on the first prompt: 1 for the text of its column 'ground_truth', 0 for an empty answer"
-        in out
-    )
+    truth = "for the text of its column 'ground_truth'"
+    assert f"accuracy on the first prompt: 3 {truth}, -3 for an empty answer" in out
+    assert f"format on the first prompt: 1 {truth}, 0 for an empty answer" in out
 
 
 def test_the_means_of_an_evaluation_leave_out_what_has_no_score():
