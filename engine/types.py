@@ -7,6 +7,7 @@ teachers, S = kappa support entries, L positions of a packed row.
 from __future__ import annotations
 
 import hashlib
+from collections import UserList
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -111,6 +112,10 @@ class Piece(NamedTuple):
     """Equal to `prompt_begin` if the piece holds its own prompt."""
 
 
+class Pieces(UserList[Piece]):
+    """Not a list or tuple, for FSDP would search it for tensors in each layer."""
+
+
 @dataclass(frozen=True)
 class TokenBatch:
     """A packed micro-batch. Rows hold several sequences, and responses may share one copy of a prompt."""
@@ -125,7 +130,7 @@ class TokenBatch:
     """(N,) int64, the response tokens."""
     flat_N: Tensor
     """(N,) int64, the index of each token in the flat order of the whole batch."""
-    pieces: tuple[Piece, ...]
+    pieces: Pieces
     """In order; together they cover every flat position once."""
     attends: Attends
     share: float = 1.0

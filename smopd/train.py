@@ -3,9 +3,10 @@
 import gc
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import replace
 from types import FrameType
 
@@ -19,6 +20,9 @@ from smopd.engine import process
 
 PARENT = "SMOPD_LAUNCHED_BY"
 """Environment variable of the ranks that `launch` starts, with its process id."""
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+END_SECONDS = 30.0
+"""Of the other ranks, once one has failed."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -40,8 +44,10 @@ def main(argv: list[str] | None = None) -> int:
         return try_recipe(command)
     if command.settings.processes > 1 and "RANK" not in os.environ:  # then this process is no rank
         return launch(arguments, command.settings.processes)
+    gc.disable()  # imports make no garbage: a second less
     from smopd.run.pipeline import run_recipe
 
+    gc.enable()
     if argv is None:
         gc.freeze()  # collections take a third of a second less without the modules
     if PARENT in os.environ and "WORLD_SIZE" in os.environ:  # `launch` may have started fewer
@@ -62,27 +68,16 @@ def on_this_machine(model: Model) -> bool:
 
 
 def launch(arguments: list[str], processes: int) -> int:
-    """Run the command in `processes` local ranks, at most one per GPU; return the exit status."""
-    import torch
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    """Run the command in `processes` local ranks, at most one per GPU; return the exit status.
 
-    if 0 < (gpus := torch.cuda.device_count()) < processes:
-        print(f"processes: {gpus} for {gpus} GPU{'s' * (gpus > 1)}, not {processes}", flush=True)
-        processes = gpus
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    os.environ[PARENT] = str(os.getpid())
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        run_id="smopd",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-        signals_to_handle="SIGQUIT",  # of others it would kill the ranks half a minute after one
-    )
+    torchrun's agent does the same, four seconds later: it imports torch.
+    """
+    if any(map(os.path.exists, GPU_DRIVERS)):
+        import torch
+
+        if 0 < (gpus := torch.cuda.device_count()) < processes:
+            print(f"processes: {gpus} for {gpus} GPU{'s' * (gpus > 1)}, not {processes}", flush=True)
+            processes = gpus
     come: list[tuple[int, float]] = []
 
     def hand_on(number: int, frame: FrameType | None) -> None:
@@ -90,21 +85,42 @@ def launch(arguments: list[str], processes: int) -> int:
         if again and now - come[0][1] < process.SAME_SECONDS:
             return
         come.append((number, now))
-        ranks = process.children(os.getpid())
-        if not ranks:
-            sys.exit(128 + number)
         for rank in ranks:
-            with suppress(ProcessLookupError):
-                os.kill(rank, signal.SIGKILL if again else signal.SIGTERM)
+            rank.send_signal(signal.SIGKILL if again else signal.SIGTERM)
 
-    for number in process.stop_signals():
-        signal.signal(number, hand_on)
-    try:
-        elastic_launch(config, sys.executable)("-m", "smopd.train", *arguments)
-    except ChildFailedError as error:
-        code = error.get_first_failure()[1].exitcode
-        return 128 + come[0][0] if come else code if code > 0 else 128 - code
-    return 0
+    with socket.socket() as held:  # bound, but not listening: nobody else gets the port before rank 0 does
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        shared = {
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)),
+            **os.environ,
+            PARENT: str(os.getpid()),
+            "WORLD_SIZE": str(processes),
+            "LOCAL_WORLD_SIZE": str(processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(held.getsockname()[1]),
+        }
+        words = [sys.executable, "-m", "smopd.train", *arguments]
+        ranks = [
+            subprocess.Popen(
+                words, env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, start_new_session=True
+            )
+            for rank in range(processes)
+        ]
+        for number in process.stop_signals():
+            signal.signal(number, hand_on)
+        failed, since = 0, 0.0
+        while running := [rank for rank in ranks if rank.poll() is None]:
+            if not failed and (failed := next((code for rank in ranks if (code := rank.returncode)), 0)):
+                since = time.monotonic()
+                for rank in running:
+                    rank.terminate()
+            elif failed and time.monotonic() - since > END_SECONDS:
+                for rank in running:
+                    rank.kill()
+            time.sleep(0.1)
+    code = failed or next((code for rank in ranks if (code := rank.returncode)), 0)
+    return 128 + come[0][0] if come and code else code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":

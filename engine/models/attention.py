@@ -118,7 +118,7 @@ def decoder_inputs(model: PreTrainedModel, batch: TokenBatch) -> dict[str, Any]:
 
 def mask_of(pieces: Sequence[Piece], shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Return the (rows, 1, L, L) bool mask of (rows, L) positions, True where a query sees a key."""
-    spans_S4 = torch.tensor(pieces)
+    spans_S4 = torch.tensor([*pieces])
     spans_T4 = spans_S4.repeat_interleave(spans_S4[:, 1] - spans_S4[:, 0], 0).to(device)
     begin, _, prompt_begin, prompt_end = spans_T4.view(*shape, 1, 4).unbind(-1)
     place = torch.arange(len(spans_T4), device=device).view(shape)

@@ -10,7 +10,7 @@ from itertools import accumulate, groupby
 import torch
 
 from smopd.engine.settings import Packing
-from smopd.engine.types import Attends, Layout, Piece, Rollout, TokenBatch
+from smopd.engine.types import Attends, Layout, Piece, Pieces, Rollout, TokenBatch
 
 CACHED = 8  # layouts (ours): a step asks several times for its whole batch and its mini-batches
 MASKED = Layout()
@@ -72,7 +72,7 @@ def _pack(
 def empty_batch() -> TokenBatch:
     """Return one position without response tokens, for a rank that has run out of micro-batches."""
     one, none = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
-    return TokenBatch(one, one, none, none, none, (Piece(0, 1),), "plain")
+    return TokenBatch(one, one, none, none, none, Pieces([Piece(0, 1)]), "plain")
 
 
 def _length(rollouts: Sequence[Rollout], unit: list[int]) -> int:
@@ -101,45 +101,47 @@ def _lay_out(
     attends: Attends,
 ) -> TokenBatch:
     shape = (len(rows), row_length)
-    input_ids = torch.zeros(len(rows) * row_length, dtype=torch.int64)
-    position_ids = torch.zeros_like(input_ids)
-    none = torch.zeros(0, dtype=torch.int64)
+    count = torch.arange(max(len(rows) * row_length, offsets[-1]))  # its slices cost less than new ranges
+    none = count[:0]
+    input_ids, position_ids = [none], [none]
     predictors, token_ids, places = [none], [none], [none]
-    pieces: list[Piece] = []
+    pieces = Pieces()
     for row, units in enumerate(rows):
-        at = row * row_length
+        at, row_end = row * row_length, (row + 1) * row_length
         for unit in units:
-            prompt_ids = torch.tensor(rollouts[unit[0]].prompt_ids, dtype=torch.int64)
-            begin, prompt_end = at, at + len(prompt_ids)
-            input_ids[begin:prompt_end] = prompt_ids
-            position_ids[begin:prompt_end] = torch.arange(len(prompt_ids))
+            prompt_ids = rollouts[unit[0]].prompt_ids
+            n_prompt, begin = len(prompt_ids), at
+            at = prompt_end = begin + n_prompt
+            input_ids.append(torch.tensor(prompt_ids, dtype=torch.int64))
+            position_ids.append(count[:n_prompt])
             pieces.append(Piece(begin, prompt_end))
-            at = prompt_end
             for i in unit:
                 response_ids = rollouts[i].response_ids
                 if len(response_ids) == 0:
                     continue
                 end = at + len(response_ids) - 1
-                input_ids[at:end] = response_ids[:-1]
-                position_ids[at:end] = torch.arange(end - at) + len(prompt_ids)
-                predictor = torch.arange(at - 1, end)
-                predictor[0] = prompt_end - 1
+                input_ids.append(response_ids[:-1])
+                position_ids.append(count[n_prompt : n_prompt + end - at])
+                predictor = torch.cat((count[prompt_end - 1 : prompt_end], count[at:end]))
                 predictors.append(rollouts[i].of_policy(predictor))
                 token_ids.append(rollouts[i].of_policy(response_ids))
-                places.append(torch.arange(offsets[i], offsets[i + 1]))
+                places.append(count[offsets[i] : offsets[i + 1]])
                 if at == prompt_end:
                     pieces[-1] = Piece(begin, end)
                 elif end > at:
                     pieces.append(Piece(at, end, begin, prompt_end))
                 at = end
-        if at < (row + 1) * row_length:
-            pieces.append(Piece(at, (row + 1) * row_length))
+        if at < row_end:
+            pieces.append(Piece(at, row_end))
+            padding = torch.zeros(row_end - at, dtype=torch.int64)
+            input_ids.append(padding)
+            position_ids.append(padding)
     return TokenBatch(
-        input_ids=input_ids.view(shape),
-        position_ids=position_ids.view(shape),
+        input_ids=torch.cat(input_ids).view(shape),
+        position_ids=torch.cat(position_ids).view(shape),
         predictor_N=torch.cat(predictors),
         token_ids_N=torch.cat(token_ids),
         flat_N=torch.cat(places),
-        pieces=tuple(pieces),
+        pieces=pieces,
         attends=attends,
     )

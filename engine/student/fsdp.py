@@ -126,9 +126,10 @@ def _shard(policy: Policy, settings: TrainSettings, device: torch.device) -> Pol
     than the layer takes on a GPU. This keeps two more fp32 gradients, so large models are wrapped by layer.
     """
     offload, several = settings.offload_optimizer, distributed.world_size() > 1
+    cast = None if settings.compute_dtype == "float32" else getattr(torch, settings.compute_dtype)
     options: dict[str, Any] = {
         "mesh": _grid(settings.shard_size, device),
-        "mp_policy": fsdp.MixedPrecisionPolicy(getattr(torch, settings.compute_dtype), torch.float32),
+        "mp_policy": fsdp.MixedPrecisionPolicy(cast, torch.float32),
         "offload_policy": fsdp.CPUOffloadPolicy(device.type == "cuda") if offload else fsdp.OffloadPolicy(),
     }
     if several or offload or sum(parameter.numel() for parameter in policy.parameters()) > ROOT_ONLY:

@@ -118,7 +118,8 @@ def make_base(
                 shown = stack.enter_context(Progress("warm start", steps, start))
             for step in range(start, steps):
                 chosen = batch_indices(len(demonstrations), warm.batch_size, step, settings.seed)
-                values = supervised_step(student, [demonstrations[i] for i in chosen])
+                mine = chosen[distributed.rank() :: distributed.world_size()]
+                values = supervised_step(student, [demonstrations[i] for i in mine])
                 if shown is not None:
                     log.write({"step": step + 1, **values})
                     shown.update(step + 1, values)
@@ -135,13 +136,12 @@ def make_base(
 
 
 def supervised_step(student: Student, demonstrations: list[Demonstration]) -> dict[str, float]:
-    """Update on the mean negative log-likelihood of the answer tokens; a collective call.
+    """Update on the mean negative log-likelihood of all ranks' answer tokens; a collective call.
 
     Its gradient equals that of the clipped surrogate at ratio 1 and advantage 1.
     """
-    mine = demonstrations[distributed.rank() :: distributed.world_size()]
     rollouts = []
-    for group, each in enumerate(mine):
+    for group, each in enumerate(demonstrations):
         answer = torch.tensor(each.completion_ids, dtype=torch.int64)
         rollouts.append(Rollout(each.prompt_ids, answer, torch.zeros(len(answer)), group, finished=True))
     lengths_R = torch.tensor([len(rollout.response_ids) for rollout in rollouts], dtype=torch.int64)

@@ -119,8 +119,10 @@ def test_ranks_with_other_settings_or_rows_are_named_and_a_dry_run_has_one_model
     assert done.returncode == 0, done.stderr
 
 
-def test_a_signal_before_anything_is_there_ends_the_command_in_silence(tmp_path):
-    words = [sys.executable, "-m", "smopd.train", str(write_recipe(tmp_path, TWO)), "--processes", "2"]
+@pytest.mark.parametrize(("processes", "status"), [("1", -signal.SIGINT), ("2", 128 + signal.SIGINT)])
+def test_a_signal_before_anything_is_there_ends_the_command_in_silence(processes, status, tmp_path):
+    recipe = write_recipe(tmp_path, TWO)
+    words = [sys.executable, "-m", "smopd.train", str(recipe), "--processes", processes]
     text = b""
     verbose = environment() | {"PYTHONVERBOSE": "1"}
     with subprocess.Popen(words, env=verbose, stderr=subprocess.PIPE) as running:
@@ -130,7 +132,7 @@ def test_a_signal_before_anything_is_there_ends_the_command_in_silence(tmp_path)
             assert text, "torch is imported after the command has begun"
         running.send_signal(signal.SIGINT)
         _, text = running.communicate(timeout=HANG_SECONDS)
-    assert running.returncode == -signal.SIGINT and b"Traceback" not in text
+    assert running.returncode == status and b"Traceback" not in text
 
 
 def test_a_rank_without_a_launcher_or_a_gpu_is_told(monkeypatch) -> None:
