@@ -44,7 +44,10 @@ def explain(error: ValidationError, origin: dict[Keys, str], prefix: Keys = ()) 
         loc = detail["loc"]
         branch = next((i for i, key in enumerate(loc) if "[" in str(key)), len(loc))  # of a union
         texts[loc[:branch]] = _message(detail, loc[:branch], branch < len(loc))
-    return [line((*prefix, *keys), text, origin) for keys, text in texts.items()]
+    meant = {text.rpartition("; did you mean ")[2] for text in texts.values()}
+    missing = {keys for keys, text in texts.items() if text.startswith("missing, ")}
+    shown = [keys for keys in texts if not (keys in missing and f"{dotted(keys)}?" in meant)]
+    return [line((*prefix, *keys), texts[keys], origin) for keys in shown]
 
 
 def line(keys: Keys, text: str, origin: dict[Keys, str]) -> str:

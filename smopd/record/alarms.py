@@ -17,7 +17,7 @@ ADVICE = {
     "no variance": "all responses of each group earn the same rewards, so there is nothing to learn: use a "
     "larger rollout.group_size (above 1), other prompts, or a warm start",
     "rare": "a reward differs in fewer than 5% of the groups and its mean does not rise: if few responses "
-    "earn it, use advantage.estimator batch_balanced, more rollouts or a warm start",
+    "earn it, advantage.estimator batch_balanced, more rollouts or a warm start helps",
     "no gradient": "the gradient is 0: no term of the loss has a weight or a signal",
     "skipped": "an update with a non-finite gradient was skipped",
     "collapsed": f"the policy's entropy has collapsed below {LEAST_ENTROPY} nats: lower "

@@ -108,7 +108,7 @@ def test_values_on_the_command_line(folder: Path, words: list[str], path: str, v
 
 
 BROKEN = """\
-name: tiny
+nam: tiny
 model: {factory: model}
 data: {train: {source: "m:prompts"}}
 rewards:
@@ -123,6 +123,7 @@ runs:
   smopd: {stage: merg}
 """
 TYPES = """\
+broken.yaml:1: nam: no such setting; did you mean name?
 broken.yaml:2: model.factory: got 'model', expected `package.module:function`
 broken.yaml:5: rewards.0.function: missing, expected package.module:function
 broken.yaml:5: rewards.0.range: got [3], expected [number, number]|batch|null
