@@ -9,9 +9,10 @@ import time
 
 import pytest
 
+from smopd import train
 from smopd.config.settings import merged
 from smopd.engine.distributed import process_group
-from smopd.engine.process import below, runs
+from smopd.engine.process import below, runs, stop_signals
 from tests.patience import HANG_SECONDS
 from tests.ranks import environment, forked, on_ranks, wait_until
 from tests.smopd.recipes import metric_lines, train_here, write_recipe
@@ -91,6 +92,31 @@ def test_a_stopped_rank_ends_the_run_after_the_time_out(tmp_path):
     text = log.read_text()
     assert len(re.findall(r"error: rank \d has given no sign of life for 8 seconds; rerun", text)) == 1
     assert 'File "' not in text.partition("error: rank")[0] and "Timed out" not in text, text[-4000:]
+
+
+RANK = """#!/bin/bash
+trap "touch told" TERM
+echo "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR $@" > "rank_$RANK"
+until [ "$RANK" = 1 -a -e rank_0 ]; do sleep 0.05; done
+exit 3
+"""
+
+
+def test_when_a_rank_fails_the_launcher_ends_the_others_by_force_if_needed(tmp_path, monkeypatch) -> None:
+    (tmp_path / "python").write_text(RANK)
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(train, "END_SECONDS", 1.0)
+    handlers = {number: signal.getsignal(number) for number in stop_signals()}
+    try:
+        assert train.launch(["r.yaml", "--seed", "1"], 2) == 3
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    words = "2 2 127.0.0.1 -m smopd.train r.yaml --seed 1\n"
+    assert [(tmp_path / f"rank_{rank}").read_text() for rank in (0, 1)] == [f"0 0 {words}", f"1 1 {words}"]
+    assert (tmp_path / "told").exists()
 
 
 BY_RANK = """
