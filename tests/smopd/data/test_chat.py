@@ -7,6 +7,7 @@ import pytest
 from examples.rlla_scratch import CHATML_TEMPLATE
 from smopd.data.chat import render, response_start
 from smopd.data.prompts import load_prompts
+from tests.smopd.recipes import write_lines
 from tests.smopd.rewards.tiny_preference import byte_tokenizer
 
 ASKED = {"role": "user", "content": "2+2?"}
@@ -20,8 +21,8 @@ CLOSED = THINK.replace("<think>\\n", "<think>\\n\\n</think>\\n\\n")
 @pytest.fixture
 def prompts(tmp_path):
     def load(rows, template=CHATML_TEMPLATE, **options):
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return load_prompts(str(tmp_path / "rows.jsonl"), byte_tokenizer(template=template), **options)
+        path = write_lines(tmp_path / "rows.jsonl", rows)
+        return load_prompts(str(path), byte_tokenizer(template=template), **options)
 
     return load
 

@@ -1,7 +1,6 @@
 """Prompt sources: every form, what is counted, and what each mistake in the data answers."""
 
 import gzip
-import json
 import multiprocessing
 import os
 from collections import Counter
@@ -28,6 +27,7 @@ from smopd.run.failures import UnusableInput
 from smopd.run.inputs import read_inputs
 from smopd.worlds.models import world_tokenizer
 from smopd.worlds.toy_world import demonstrations, vocabulary
+from tests.smopd.recipes import write_lines
 from tests.smopd.run.invariance_worker import SETTINGS
 
 ROWS = [{"prompt": "call anna please", "label": 1}, {"prompt": "play imagine at 3", "label": None}]
@@ -36,6 +36,7 @@ HERE, WORLD = __name__, "smopd.worlds.toy_world"
 
 
 def some_rows(n=3, split="train"):
+    os.chdir("/")  # which leaves the run where it is
     return [{"prompt": f"call {split} {i}", "i": i} for i in range(n)]
 
 
@@ -43,12 +44,8 @@ def no_rows():
     return []
 
 
-def number():
-    return 3
-
-
-def numbered(row):
-    return {**row, 3: "three"}
+def numbered(row=None):
+    return {**row, 3: "three"} if row else 3
 
 
 REUSED = {"prompt": "", "tags": []}
@@ -64,11 +61,6 @@ def with_array(i=0, n=2000):
     values = np.zeros(n)
     values[i] = 1
     return [{"prompt": "call anna", "values": values, "tags": {"one", "two", "three"}}]
-
-
-def elsewhere():
-    os.chdir("/")
-    return [{"prompt": "call anna"}]
 
 
 def breaks_off():
@@ -88,16 +80,12 @@ def tokenizer():
 @pytest.fixture
 def write(tmp_path):
     def write_file(rows, name="rows.jsonl"):
-        path = tmp_path / name
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        path = write_lines(tmp_path / name, rows)
         if name.endswith(".gz"):
-            path.write_bytes(gzip.compress(lines.encode()))
-        elif name.endswith(".parquet"):
-            parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-        elif name.endswith(".csv"):
-            csv.write_csv(pyarrow.Table.from_pylist(rows), path)
-        else:
-            path.write_text(lines, encoding="utf-8")
+            path.write_bytes(gzip.compress(path.read_bytes()))
+        elif name.endswith(("parquet", "csv")):
+            save = parquet.write_table if name.endswith("parquet") else csv.write_csv
+            save(pyarrow.Table.from_pylist(rows), path)
         return str(path)
 
     return write_file
@@ -138,22 +126,19 @@ def test_arrow_fills_nested_objects_with_nothing(write, tokenizer, tmp_path, mon
     import datasets
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    call = {"type": "function", "function": {"name": "play", "arguments": {"song": "halo"}}}
-    other = {"type": "function", "function": {"name": "call", "arguments": {"who": "anna", "at": 3}}}
-    rows = [
-        {
-            "prompt": [CHAT[1], {"role": "assistant", "content": None, "tool_calls": [each]}, *CHAT],
-            "truth": each["function"],
-        }
-        for each in (call, other)
-    ]
+    calls = [{"name": "play", "arguments": {"song": "halo"}}]
+    calls.append({"name": "call", "arguments": {"who": "anna", "at": 3}})
+    rows = []
+    for call in calls:
+        asks = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": call}]}
+        rows.append({"prompt": [CHAT[1], asks, *CHAT], "truth": call})
     template = """{% for m in messages %}{% if 'tool_calls' in m %}{% for c in m.tool_calls %}
         {{- c.function.arguments | tojson }}{% endfor %}{% else %}{{ m.content }}{% endif %}{% endfor %}"""
     monkeypatch.setattr(tokenizer, "chat_template", template)
     lines, table = (load_prompts(write(rows, name), tokenizer) for name in ("a.jsonl", "a.parquet"))
     monkeypatch.setattr(f"{HERE}.no_rows", lambda: datasets.Dataset.from_list(rows))
     assert [*lines] == [*table] == [*load_prompts(f"{HERE}:no_rows", tokenizer)]
-    assert table[0].columns == {"truth": call["function"]}
+    assert table[0].columns == {"truth": calls[0]}
     assert render(tokenizer, table[1].content) == 'call anna{"who": "anna", "at": 3}playcall anna'
 
 
@@ -168,9 +153,7 @@ def test_a_file_that_is_absent_is_named_at_once(tmp_path, monkeypatch):
 def test_a_hub_data_set_is_loaded_by_id(monkeypatch):
     import datasets
 
-    monkeypatch.setattr(
-        datasets, "load_dataset", lambda *given, **options: iter([{"given": given, **options}])
-    )
+    monkeypatch.setattr(datasets, "load_dataset", lambda *given, **how: iter([{"given": given, **how}]))
     with pytest.raises(FileNotFoundError, match="the hub cannot be reached, and its cache has none"):
         load_rows("owner/name")  # at once
     monkeypatch.setattr(sources, "hub_responds", lambda: True)
@@ -208,28 +191,32 @@ def test_a_broken_file_is_named(tmp_path, name, content, message):
 
 
 def test_a_function_is_called_with_kwargs_and_one_that_does_not_fit_is_named():
-    kwargs = {"n": 2, "split": "heldout"}
-    assert load_rows(f"{HERE}:some_rows", kwargs=kwargs) == some_rows(2, "heldout")
-    for source, options, message in (
-        (f"{HERE}:some_row", {}, r"has no function 'some_row'; did you mean some_rows\?"),
-        (f"{HERE}:some_rows", {"m": 1}, "cannot be called with .*'m'"),
-        (f"{HERE}:number", {}, "returned a int, expected rows"),
+    rows = [{"prompt": f"call heldout {i}", "i": i} for i in range(2)]
+    before = Path.cwd()
+    assert load_rows(f"{HERE}:some_rows", kwargs={"n": 2, "split": "heldout"}) == rows
+    assert Path.cwd() == before != Path("/")
+    for name, options, message in (
+        ("some_row", {}, r"has no function 'some_row'; did you mean some_rows\?"),
+        ("some_rows", {"m": 1}, "cannot be called with .*'m'"),
+        ("numbered", {}, "returned a int, expected rows"),
     ):
         with pytest.raises(ValueError, match=message):
-            load_rows(source, kwargs=options)
+            load_rows(f"{HERE}:{name}", kwargs=options)
 
 
 def test_prompts_carry_template_content_and_columns(write, tokenizer):
     prompts = load_prompts(write([*ROWS, {"prompt": CHAT, "label": 2}]), tokenizer)
     assert len(prompts) == prompts.rows == 3
-    assert [prompt.index for prompt in prompts] == [0, 1, 2]
-    assert tokenizer.convert_ids_to_tokens(list(prompts[0].token_ids)) == [
-        "<|user|>", "call", "anna", "please", "<|assistant|>",
-    ]  # fmt: skip
-    assert prompts[0].content == "call anna please"
-    assert [dict(prompt.columns) for prompt in prompts] == [{"label": 1}, {"label": None}, {"label": 2}]
-    assert prompts[2].content == tuple(CHAT)
-    assert tokenizer.decode(list(prompts[2].token_ids)) == "<|system|>play<|user|>callanna<|assistant|>"
+    assert [(prompt.index, dict(prompt.columns)["label"]) for prompt in prompts] == [
+        (0, 1),
+        (1, None),
+        (2, 2),
+    ]
+    assert (prompts[0].content, prompts[2].content) == ("call anna please", tuple(CHAT))
+    shown = [tokenizer.decode(list(prompts[i].token_ids)) for i in (0, 2)]
+    assert shown == [
+        f"{text}<|assistant|>" for text in ("<|user|>callannaplease", "<|system|>play<|user|>callanna")
+    ]
 
 
 def test_a_chat_begins_once(write):
@@ -259,8 +246,8 @@ def test_map_leaves_rows_out_and_keeps_source_numbers(tokenizer):
     assert (len(prompts), prompts.rows, prompts.mapped_out) == (3, 6, 3)
     assert [prompt.index for prompt in prompts] == [1, 3, 5]
     assert all(prompt.columns["mapped"] for prompt in prompts)
-    with pytest.raises(UserCodeError, match=r"number raised TypeError: .* \("):
-        load_prompts(f"{HERE}:some_rows", tokenizer, map=f"{HERE}:number")
+    with pytest.raises(UserCodeError, match=r"no_rows raised TypeError: .* \("):
+        load_prompts(f"{HERE}:some_rows", tokenizer, map=f"{HERE}:no_rows")
     with pytest.raises(ValueError, match="row 0 has the column 3, expected a text as its name"):
         load_prompts(f"{HERE}:some_rows", tokenizer, map=f"{HERE}:numbered")
     with pytest.raises(ValueError, match="the data set is empty"):
@@ -273,11 +260,6 @@ def test_map_leaves_rows_out_and_keeps_source_numbers(tokenizer):
     limits = {"map": f"{HERE}:odd_ones", "max_prompt_tokens": 2}
     with pytest.raises(ValueError, match="no row of 3 is left: 2 left out by map, 1 of more than 2 tok"):
         load_prompts(f"{HERE}:some_rows", tokenizer, **limits)
-
-
-def test_a_source_that_changes_the_folder_leaves_the_run_where_it_is(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert len(load_prompts(f"{HERE}:elsewhere", tokenizer)) == 1 and Path.cwd() == tmp_path
 
 
 def test_a_digest_covers_long_arrays_and_no_order_of_sets(tokenizer):
@@ -358,16 +340,16 @@ def test_evaluation_prompts_have_a_limit_of_their_own_and_are_never_dropped(writ
         ({"promt": "a"}, r"row 1: no column 'prompt'; did you mean promt\?; there are 'promt'"),
         ({"prompt": ["call"]}, "row 1: column 'prompt': message 0 is 'call', expected an object with a"),
         (
-            {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
-            "message 0 has the part .*'image'.*, expected parts of text",
+            {"prompt": [{**CHAT[1], "content": [{"type": "image"}]}]},
+            "message 0 has the part .*'image'.* expec",
         ),
         ({"prompt": "a", "tools": "[3]"}, r"row 1: tools is '\[3\]', expected a list of JSON"),
         ({"prompt": "a", "tools": "[" * 100_000}, r"row 1: tools is '\[\[.*expected a list of JSON"),
         (
             {"prompt": "a", "chat_template_kwargs": [1]},
-            r"row 1: chat_template_kwargs is '\[1\]', expected an obj",
+            r"row 1: chat_template_kwargs is '\[1\]', expected an",
         ),
-        ({"prompt": [{"role": "user", "content": None}]}, "message 0 is .*expected texts role and content"),
+        ({"prompt": [{**CHAT[1], "content": None}]}, "message 0 is .*expected texts role and content"),
         ({"prompt": "a", "training_step": 1}, "row 1: got the column 'training_step', expected another name"),
         ({"prompt": "a \ud800 b"}, r"row 1: column 'prompt' has '\\ud800' at 2, half of a pair"),
     ],

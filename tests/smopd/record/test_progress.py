@@ -9,34 +9,16 @@ import pytest
 
 from smopd.record.progress import Progress, say
 
-METRICS = {
-    "reward/accuracy/mean": 1.25,
-    "reward/format/std": 9.0,
-    "reward/length/mean": -0.5,
-    "kl": 0.0123,
-    "teacher_mass": 0.9712,
-    "grad_norm": 0.512,
-    "response/tokens": 87.4,
-    "memory/peak_gib": 3.25,
-    "tokens_per_second": 4123.4,
-}
-
 
 def test_an_evaluation_of_the_same_step_is_a_line_of_its_own_and_stays(capsys) -> None:
     with Progress("x", 3) as shown:
-        shown.update(1, METRICS)
+        shown.update(1, {"reward/length/mean": -0.5, "kl": 0.0123, "tokens_per_second": 4123.4})
         shown.update(1, {"greedy/format": 0.9})
-        shown.update(2, METRICS)
         shown.update(3, {"kl": math.nan, "teacher_mass": None, "reward/a/mean": math.inf})
-    first, evaluated, second, odd = capsys.readouterr().out.splitlines()
-    assert "greedy" not in first and "accuracy" in first
-    assert all(
-        text in first
-        for text in ("kl 0.012", "grad 0.51", "reward length -0.50", " length 87", "GiB 3.2", "tok/s 4,123")
-    )
-    assert "greedy format 0.90" in evaluated and "accuracy" not in evaluated
-    assert "greedy format 0.90" in second and "accuracy" in second
-    assert "kl nan" in odd and "a inf" in odd and "mass" not in odd and "tok/s" not in odd
+    first, evaluated, odd = capsys.readouterr().out.splitlines()
+    assert all(text in first for text in ("kl 0.012", "reward length -0.50", "tok/s 4,123"))
+    assert "greedy format 0.90" in evaluated and "length" not in evaluated and "greedy" not in first
+    assert all(text in odd for text in ("greedy format 0.90", "kl nan", "a inf")) and "mass" not in odd
 
 
 def test_messages_are_said_as_they_are_but_for_what_a_terminal_would_obey(capsys) -> None:
@@ -67,13 +49,8 @@ def test_a_run_outlives_its_standard_output(kind):
     else:
         unread, target = os.pipe()
         os.close(unread)
-    done = subprocess.run(
-        [sys.executable, "-c", LOST, str(write)],
-        stdout=target,
-        stderr=subprocess.PIPE,
-        pass_fds=[write],
-        text=True,
-    )
+    words, streams = [sys.executable, "-c", LOST, str(write)], {"stdout": target, "stderr": subprocess.PIPE}
+    done = subprocess.run(words, **streams, pass_fds=[write], text=True)
     assert (done.returncode, os.read(read, 1)) == (7, b"x")
     assert done.stderr == "standard output cannot be written; the run continues, see its metrics.jsonl\n"
     for end in (read, write, target):

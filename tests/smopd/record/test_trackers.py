@@ -25,37 +25,30 @@ def test_tensorboard_has_every_value_once_after_a_resume(tmp_path):
     assert [(event.step, event.value) for event in found.Scalars("kl")] == [(1, 0.5), (2, 0.25)]
 
 
-def test_wandb_writes_offline_and_keeps_its_id(tmp_path, monkeypatch):
-    pytest.importorskip("wandb", reason="needs wandb (the trackers extra)")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    run("wandb", tmp_path, [1, 2])
-    run("wandb", tmp_path, [2], start=1)
-    kept = (tmp_path / "wandb_id").read_text()
-    assert {path.name.rpartition("-")[2] for path in tmp_path.glob("wandb/offline-run-*")} == {kept}
+OFFLINE = {  # tracker -> its environment, with the folder for {}
+    "wandb": {"WANDB_MODE": "offline"},
+    "mlflow": {"MLFLOW_TRACKING_URI": "file://{}/mlruns", "MLFLOW_ALLOW_FILE_STORE": "true"},
+    "swanlab": {"SWANLAB_MODE": "local"},
+    "trackio": {"TRACKIO_DIR": "{}/trackio"},
+}
 
 
-def test_mlflow_keeps_its_run(tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow", reason="needs mlflow (the trackers extra)")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # otherwise it needs a database
-    run("mlflow", tmp_path, [1, 2])
-    run("mlflow", tmp_path, [2], start=1)
-    (kept,) = mlflow.search_runs(experiment_names=["recipe"], output_format="list")
-    assert kept.info.run_name == "student" and kept.info.run_id == (tmp_path / "mlflow_id").read_text()
-    assert kept.data.metrics == STEPS[2]
-
-
-def test_swanlab_keeps_its_id(tmp_path, monkeypatch):
-    pytest.importorskip("swanlab", reason="needs swanlab (the trackers extra)")
-    monkeypatch.setenv("SWANLAB_MODE", "local")
-    run("swanlab", tmp_path, [1, 2])
-    run("swanlab", tmp_path, [2], start=1)
-    assert any((tmp_path / "swanlab").rglob("*")) and len((tmp_path / "swanlab_id").read_text()) == 32
-
-
-def test_trackio_keeps_the_values(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    trackio = pytest.importorskip("trackio", reason="needs trackio (the trackers extra)")
-    run("trackio", tmp_path, [1, 2])
-    (kept,) = trackio.Api().runs("recipe")
-    assert kept.name == "student"
+@pytest.mark.parametrize("name", OFFLINE)
+def test_a_tracker_keeps_its_run(name, tmp_path, monkeypatch):
+    for variable, value in OFFLINE[name].items():
+        monkeypatch.setenv(variable, value.format(tmp_path))
+    package = pytest.importorskip(name, reason=f"needs {name} (the trackers extra)")
+    run(name, tmp_path, [1, 2])
+    if name == "trackio":
+        assert [kept.name for kept in package.Api().runs("recipe")] == ["student"]
+        return
+    run(name, tmp_path, [2], start=1)
+    kept = (tmp_path / f"{name}_id").read_text()
+    if name == "wandb":
+        assert {path.name.rpartition("-")[2] for path in tmp_path.glob("wandb/offline-run-*")} == {kept}
+    elif name == "mlflow":
+        (found,) = package.search_runs(experiment_names=["recipe"], output_format="list")
+        assert (found.info.run_name, found.info.run_id) == ("student", kept)
+        assert found.data.metrics == STEPS[2]
+    else:
+        assert any((tmp_path / "swanlab").rglob("*")) and len(kept) == 32

@@ -13,11 +13,6 @@ from smopd.report.page import Report, write_report
 from smopd.report.tables import Row, table
 
 EVIL = '<script>alert("x")</script>[red]&|'
-ROWS = [
-    Row("GDPO", "gdpo", {"greedy/accuracy": 1.23456, "greedy/format": 0.5}),
-    Row("SMOPD", "smopd", {"greedy/accuracy": math.nan}),
-]
-COLUMNS = ["greedy/accuracy", "greedy/format"]
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 TOKEN = {
     "text": EVIL,
@@ -46,14 +41,11 @@ class Page(HTMLParser):
         self.seen += data
 
 
-def test_tables_show_labels_as_they_are() -> None:
+def test_report_is_self_contained_and_escapes_everything(tmp_path: Path) -> None:
     console = Console(width=120)
     with console.capture() as capture:
         console.print(table([Row(EVIL, "r", {"x": 1.0})], ["x", "y"]))
     assert EVIL in capture.get() and "1.000" in capture.get() and " - " in capture.get()
-
-
-def test_report_is_self_contained_and_escapes_everything(tmp_path: Path) -> None:
     line = {f"reward/{EVIL}/mean": 1.0, "kl": 0.1, "seconds/rollout": 2.0}
     report = Report(
         title=EVIL + "@BODY",
@@ -77,14 +69,6 @@ def test_report_is_self_contained_and_escapes_everything(tmp_path: Path) -> None
     assert "http:" not in page.source and "https:" not in page.source
 
 
-def test_the_best_of_a_column_is_marked_unless_all_tie(tmp_path: Path) -> None:
-    values = {"x": 1.0, "y": 2.0}
-    rows = [Row(name, name, {"a": value, "b": 1.0, "c": math.nan}) for name, value in values.items()]
-    page = Page(tmp_path / "report.html", Report(title="t", rows=rows, columns=["a", "b", "c"]))
-    assert [cell["data-name"] for tag, cell in page.tags if cell.get("class") == "best"] == ["A"]
-    assert page.source.count("class=best>2.000") == 1
-
-
 def test_report_draws_the_finite_values_of_each_run(tmp_path: Path) -> None:
     key = "reward/a/mean"
     values = {1: 0.0, 2: None, 5: 2.0}
@@ -93,9 +77,12 @@ def test_report_draws_the_finite_values_of_each_run(tmp_path: Path) -> None:
         "two": [{"step": 1, key: 1.0}],
         "none": [{"step": 1, key: math.nan}],
     }
-    report = Report("t", rows=ROWS, columns=COLUMNS, rewards=["b"], metrics=metrics)
-    text = Page(tmp_path / "report.html", report).source
-    lines = polylines(text)
+    rows = [Row(name, name, {"a": value, "b": 1.0}) for name, value in {"x": 1.0, "y": 2.0}.items()]
+    report = Report("t", rows=rows, columns=["a", "b"], rewards=["b"], metrics=metrics)
+    page = Page(tmp_path / "report.html", report)
+    best = [cell["data-name"] for _, cell in page.tags if cell.get("class") == "best"]
+    assert best == ["A"], "of a column where not all tie"
+    lines = polylines(page.source)
     assert set(lines) == {"one: 2 at 5", "two: 1 at 1"}
     (x0, y0), (x1, y1) = lines["one: 2 at 5"]
     assert x0 < x1 and y0 > y1
@@ -122,22 +109,13 @@ def test_a_run_is_drawn_after_the_runs_that_it_needs(tmp_path: Path) -> None:
     begins = {run: at.wall_clock - at.own for run, at in steps.items()}
     report = Report("t", metrics=metrics, begins=begins, rewards=["x", "y"])
     text = Page(tmp_path / "r.html", report).source
-    total, plane = (text.split("<figure>")[i] for i in (2, 1))
-    ends = {name[0]: points[-1][0] for name, points in polylines(total).items()}
+    ends = {name[0]: points[-1][0] for name, points in polylines(text.split("<figure>")[2]).items()}
     assert ends["m"] == ends["g"] > ends["b"] > ends["a"]
-    assert len({x for points in polylines(plane).values() for x, _ in points}) == 1 and "g: 9 at 0" in plane
     metrics = {"m": [{"step": 1, "kl": 0.1, **idle}]}
     taught = Page(tmp_path / "r.html", replace(report, kinds={"m": "weights"}, metrics=metrics)).source
-    axes = [{*re.findall(">(steps[^<]*)</text>", source)} for source in (text, taught)]
-    assert axes == [{"steps"}, {"steps, with teachers trained in parallel"}]
-    plots = [
-        {"Lambda", "Teachers (seconds)"} & {*re.findall("<figcaption>(.*)<", source)}
-        for source in (text, taught)
-    ]
-    assert plots == [set(), {"Lambda", "Teachers (seconds)"}]
-    runs = [{"g": "train"}, {"g": "train", "m": "weights"}]
-    pages = [Page(tmp_path / "r.html", replace(report, kinds=kinds)).source for kinds in runs]
-    assert [bool(re.search(r'class="(key )?\w+ dashed"', page)) for page in pages] == [False, True]
+    shown = [{*re.findall("<figcaption>(.*)<|>(steps,[^<]*)</text>", page)} for page in (text, taught)]
+    own = {("Lambda", ""), ("Teachers (seconds)", ""), ("", "steps, with teachers trained in parallel")}
+    assert own <= shown[1] and not own & shown[0], "only a run with teachers has them"
 
 
 def test_a_token_has_the_color_of_the_teacher_that_favors_it(tmp_path: Path) -> None:

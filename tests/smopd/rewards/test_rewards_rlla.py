@@ -26,59 +26,42 @@ def call(name: str, **parameters: object) -> dict:
     return {"name": name, "parameters": parameters}
 
 
-@pytest.mark.parametrize(
-    ("truth", "passes", "fails"),
-    [
-        (
-            TOOL_TRUTH,
-            [
-                "<think></think>\n<tool_call>\nno json\n</tool_call>",
-                "<think> a </think> b <think> c </think>\n<tool_call>\n{}\n</tool_call>",
-                "<think> a\nb </think>\n<tool_call>\n{}\n\n{}\n</tool_call>",
-                "<think> a <response> b </response> </think>\n<tool_call>\n{}\n</tool_call>",
-            ],
-            [
-                "",
-                "<tool_call>\n{}\n</tool_call>",
-                "<think> a </think>\n\n<tool_call>\n{}\n</tool_call>",
-                "<think> a </think>\n<tool_call>{}</tool_call>",
-                "<think> a </think>\n<tool_call>\n</tool_call>",
-                "Sure! <think> a </think>\n<tool_call>\n{}\n</tool_call>",
-                "<think> a </think>\n<tool_call>\n{}\n</tool_call> Done.",
-                "<think> a </think>\n<tool_call>\n{}\n</tool_call>\n<tool_call>\n{}\n</tool_call>",
-                "<think> <tool_call> </think>\n<tool_call>\n{}\n</tool_call>",
-                "<think> a </think>\n<tool_call>\n{}",
-                "<THINK> a </THINK>\n<tool_call>\n{}\n</tool_call>",
-                RESPONSE_TRUTH,
-                BOTH_TRUTH,
-            ],
-        ),
-        (
-            RESPONSE_TRUTH,
-            ["<think></think>\n<response></response>", "<think></think>\n<response> <tool_call> </response>"],
-            [
-                "<think></think>\n<response></response>.",
-                "<think></think>\n<response></response>\n<response></response>",
-                TOOL_TRUTH,
-                BOTH_TRUTH,
-            ],
-        ),
-        (
-            BOTH_TRUTH,
-            [],
-            [
-                RESPONSE_TRUTH,
-                TOOL_TRUTH,
-                "<think></think>\n<response></response>\n<tool_call>\n{}\n</tool_call>",
-                BOTH_TRUTH.replace("\n<response>", "<response>"),
-            ],
-        ),
-        (NEITHER_TRUTH, ["<think> a </think> b </think>"], ["<think> a </think> b"]),
-    ],
-    ids=["tool", "response", "both", "neither"],
-)
-def test_the_format_is_that_of_the_truth(truth, passes, fails):
-    passes = [*passes, truth, f"\n {truth} \n"]
+CALLS, THINK = "<tool_call>\n{}\n</tool_call>", "<think> a </think>\n"
+FORMS = {  # truth -> what passes, and what fails
+    TOOL_TRUTH: (
+        [
+            *("<think></think>\n<tool_call>\nno json\n</tool_call>", f"<think> a </think> b {THINK}{CALLS}"),
+            "<think> a\nb </think>\n<tool_call>\n{}\n\n{}\n</tool_call>",
+            f"<think> a <response> b </response> </think>\n{CALLS}",
+        ],
+        [
+            *("", CALLS, f"{THINK}\n{CALLS}", f"{THINK}<tool_call>{{}}</tool_call>", RESPONSE_TRUTH),
+            *(f"{THINK}<tool_call>\n</tool_call>", f"Sure! {THINK}{CALLS}", f"{THINK}{CALLS} Done."),
+            *(f"{THINK}{CALLS}\n{CALLS}", f"<think> <tool_call> </think>\n{CALLS}", BOTH_TRUTH),
+            *(f"{THINK}<tool_call>\n{{}}", f"<THINK> a </THINK>\n{CALLS}"),
+        ],
+    ),
+    RESPONSE_TRUTH: (
+        [f"{THINK}<response></response>", f"{THINK}<response> <tool_call> </response>"],
+        [
+            *(f"{THINK}<response></response>.", f"{THINK}<response></response>\n<response></response>"),
+            *(TOOL_TRUTH, BOTH_TRUTH),
+        ],
+    ),
+    BOTH_TRUTH: (
+        [],
+        [
+            *(RESPONSE_TRUTH, TOOL_TRUTH, f"{THINK}<response></response>\n{CALLS}"),
+            BOTH_TRUTH.replace("\n<response>", "<response>"),
+        ],
+    ),
+    NEITHER_TRUTH: (["<think> a </think> b </think>"], ["<think> a </think> b"]),
+}
+
+
+@pytest.mark.parametrize(("truth", "forms"), FORMS.items(), ids=["tool", "response", "both", "neither"])
+def test_the_format_is_that_of_the_truth(truth, forms):
+    passes, fails = [*forms[0], truth, f"\n {truth} \n"], forms[1]
     responses = [*passes, *fails]
     found = format_reward(responses, responses, ground_truth=[truth] * len(responses), other=responses)
     assert found == [1.0] * len(passes) + [0.0] * len(fails)
@@ -132,23 +115,15 @@ def test_only_the_first_block_is_read():
     assert accuracy_of(bad + good, block(A)) == -3.0
 
 
-@pytest.mark.parametrize("response", ["", TOOL_TRUTH, "<tool_call>[["])
-def test_accuracy_is_0_where_no_call_is_wanted(response):
-    assert accuracy_of(response, RESPONSE_TRUTH) == 0.0
+def test_accuracy_is_0_where_no_call_is_wanted():
+    assert [accuracy_of(said, RESPONSE_TRUTH) for said in ("", TOOL_TRUTH, "<tool_call>[[")] == [0.0] * 3
 
 
 UNREADABLE = [
-    "",
-    CALL,
-    f"<tool_call>\n{CALL}",
-    f"{CALL}\n</tool_call>",
-    f"<tool_call>\n[{CALL}]\n</tool_call>",
-    f"<tool_call>\n{CALL}\n\n{CALL}\n</tool_call>",
-    f"<tool_call>\n{CALL}\nand\n</tool_call>",
-    block("{}"),
-    block('{"name": ["find"], "parameters": {}}'),
-    block('{"name": "find", "parameters": ["Oslo"]}'),
-    block('{"name": "find", "parameters": null}'),
+    *("", CALL, f"<tool_call>\n{CALL}", f"{CALL}\n</tool_call>", f"<tool_call>\n[{CALL}]\n</tool_call>"),
+    *(f"<tool_call>\n{CALL}\n{line}\n{CALL}\n</tool_call>" for line in ("", "and")),
+    *map(block, ("{}", '{"name": ["find"], "parameters": {}}')),
+    *(block(f'{{"name": "find", "parameters": {value}}}') for value in ('["Oslo"]', "null")),
 ]
 HOSTILE = [  # tests/fuzz.py has more
     "[" * 60_000,
