@@ -34,18 +34,15 @@ def group_advantage(k):
         known = [row[k] for row in group if not math.isnan(row[k])]
         sigma = statistics.stdev(known) if len(known) > 1 else 0.0
         mean = statistics.fmean(known) if known else 0.0
-        found += [
-            0.0 if math.isnan(row[k]) or sigma == 0 else (row[k] - mean) / (sigma + 1e-6) for row in group
-        ]
+        values = [mean if math.isnan(row[k]) or sigma == 0 else row[k] for row in group]
+        found += [(value - mean) / (sigma + 1e-6) for value in values]
     return found
 
 
 def whitened(weights):
     """Eq. 3 over the responses that a reward scored; 0 for the others."""
-    sums = [
-        sum(w * a for w, a in zip(weights, row, strict=True))
-        for row in zip(*map(group_advantage, range(3)), strict=True)
-    ]
+    rows = zip(*map(group_advantage, range(3)), strict=True)
+    sums = [sum(w * a for w, a in zip(weights, row, strict=True)) for row in rows]
     scored = [not all(map(math.isnan, row)) for group in REWARDS for row in group]
     known = [value for value, counts in zip(sums, scored, strict=True) if counts]
     mean, sigma = statistics.fmean(known), statistics.stdev(known)

@@ -20,14 +20,10 @@ def scalar_confidence(probabilities: list[float]) -> float:
     return 0.5 * (1 - entropy / math.log(len(p))) + 0.5 * (p[0] - p[1])
 
 
-def scalar_gate(
-    gate: Gate, confidences: list[float], failures: list[float], disagreement: float
-) -> list[float]:
+def scalar_gate(gate: Gate, confidences: list[float], failures: list[float], disagreement: float):
     m = len(confidences)
-    raw = [
-        (c + CONFIDENCE_FLOOR) ** gates.CONFIDENCE_EXPONENT * (f + FAILURE_EPS) ** gates.FAILURE_EXPONENT / m
-        for c, f in zip(confidences, failures, strict=True)
-    ]
+    sure = [(c + CONFIDENCE_FLOOR) ** gates.CONFIDENCE_EXPONENT for c in confidences]
+    raw = [s * (f + FAILURE_EPS) ** gates.FAILURE_EXPONENT / m for s, f in zip(sure, failures, strict=True)]
     alpha = [x / sum(raw) for x in raw]
     pull = gates.BLEND * disagreement
     blended = [(1 - pull) * a + pull / m for a in alpha]
@@ -76,13 +72,8 @@ def test_uniform_weights_are_one_row(teachers):
 def test_kappa_one_is_certain_and_one_teacher_never_disagrees():
     assert confidence(torch.full((3, 2, 1), -0.7)).equal(torch.ones(3, 2))
     assert disagreement(torch.tensor([[[4, 5]], [[6, 7]]])).equal(torch.zeros(2))
-    one = log_alpha(
-        Gate(kind="token"),
-        torch.zeros(3, 1, 4),
-        torch.randn(3, 1, 4),
-        torch.rand(2, 1),
-        torch.tensor([0, 0, 1]),
-    )
+    ids_NMS, response_N = torch.zeros(3, 1, 4), torch.tensor([0, 0, 1])
+    one = log_alpha(Gate(kind="token"), ids_NMS, torch.randn(3, 1, 4), torch.rand(2, 1), response_N)
     torch.testing.assert_close(one, torch.zeros(3, 1), atol=1e-6, rtol=0)
 
 

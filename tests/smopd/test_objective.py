@@ -122,13 +122,9 @@ def test_truncated_importance_weighs_every_term_of_the_sampled_tokens(terms):
         assert getattr(capped, name).equal(getattr(plain, name)), name
 
 
-def test_rollout_log_probabilities_as_the_ratios_denominator():
-    batch, (tokens,) = tokens_of(ONE | {"loss": {"old_logps": "rollout"}})
+def test_rollout_log_probabilities_as_the_ratios_denominator_and_opd_without_the_anchor():
+    batch, (tokens,) = tokens_of(ONE | {"loss": {"old_logps": "rollout", "anchor_coef": 0.0}})
     assert tokens.old_logp_N.equal(batch.rollout_logp_N)
-
-
-def test_opd_alone_leaves_the_anchor_out():
-    _, (tokens,) = tokens_of(ONE | {"loss": {"anchor_coef": 0.0}})
     assert tokens.pg_weight_N.abs().max() == 0
     assert float(tokens.kl_weight_N.sum()) == pytest.approx(1.0)
 
@@ -174,9 +170,8 @@ def test_kl_to_the_reference_is_a_term_of_its_own_at_its_own_weight(coef):
 
 
 def test_kl_to_the_reference_joins_the_sampled_reverse_kl():
-    batch, (tokens,) = tokens_of(
-        ONE | REVERSE | {"kl_ref": {"coef": 0.1}}, shifted, target_of, ref_of, coef=0.5
-    )
+    both = ONE | REVERSE | {"kl_ref": {"coef": 0.1}}
+    batch, (tokens,) = tokens_of(both, shifted, target_of, ref_of, coef=0.5)
     _, (alone,) = tokens_of(ONE | REVERSE, shifted, target_of, coef=0.5)
     torch.testing.assert_close(tokens.reverse_adv_N, alone.reverse_adv_N - 0.1 / 0.5 * ref_of(batch))
 

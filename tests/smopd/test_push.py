@@ -7,6 +7,7 @@ import huggingface_hub
 import pytest
 import yaml
 
+from smopd.config.settings import Settings
 from smopd.push import main
 from smopd.report.summary import write_card
 from tests.smopd.recipes import ROOT, TINY
@@ -15,8 +16,6 @@ from tests.smopd.recipes import ROOT, TINY
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """The folder of a finished student, with a card."""
-    from smopd.config.settings import Settings
-
     settings = Settings.model_validate(TINY | {"output": str(tmp_path)})
     student = tmp_path / "student"
     (student / "export").mkdir(parents=True)
@@ -33,8 +32,6 @@ def test_a_card_has_results_rewards_and_teachers(run: Path) -> None:
     _, front, text = card.split("---\n", 2)
     assert yaml.safe_load(front)["library_name"] == "transformers"
     assert "\n| **student (this model)** | 2.500 | - |" in text and "4 of 4 steps, from base" in text
-    for block in ("## Training", "| reward | function |", "<details>"):
-        assert f"\n\n{block}" in text
     assert "- Teachers: accuracy_teacher, format_teacher" in text
     assert "| format | `smopd.rewards.rlla:format_reward` | 1.0 | (0.0, 1.0) |" in text
     settings = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
@@ -48,9 +45,8 @@ def test_a_dry_run_writes_the_folder_and_uploads_nothing(run: Path, monkeypatch,
     for _ in range(2):
         assert main([str(run), "me/tiny", "--dry-run"]) == 0
     assert f"wrote {run / 'push'}" in capsys.readouterr().out
-    assert {path.name for path in (run / "push").iterdir()} == {
-        "README.md", "config.json", "recipe.yaml", "report.html",
-    }  # fmt: skip
+    names = {path.name for path in (run / "push").iterdir()}
+    assert names == {"README.md", "config.json", "recipe.yaml", "report.html"}
     assert not (run / "push/README.md").samefile(run / "export/README.md"), "it may be edited"
     assert (run / "push/recipe.yaml").read_text() == (run.parent / "config.yaml").read_text()
 

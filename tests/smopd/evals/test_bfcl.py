@@ -25,20 +25,14 @@ def parameter(kind: str, element: str | None = None) -> dict[str, Any]:
 
 def function(name: str = "area.of", **declared: Any) -> dict[str, Any]:
     declared = declared or {"base": parameter("integer"), "unit": parameter("string")}
-    return {
-        "name": name,
-        "description": "What it does.",
-        "parameters": {"type": "dict", "properties": declared, "required": [next(iter(declared))]},
-    }
+    parameters = {"type": "dict", "properties": declared, "required": [next(iter(declared))]}
+    return {"name": name, "description": "What it does.", "parameters": parameters}
 
 
 def true_calls(item: BfclItem) -> list[Call]:
     """The first allowed value of each parameter that must be given, in a Python category."""
-    return [
-        Call(name, {key: values[0] for key, values in allowed.items() if "" not in values})
-        for answer in item.truth
-        for name, allowed in answer.items()
-    ]
+    allowed = [pair for answer in item.truth for pair in answer.items()]
+    return [Call(name, {key: each[0] for key, each in of.items() if "" not in each}) for name, of in allowed]
 
 
 def block(*calls: Call) -> str:
@@ -103,13 +97,8 @@ def test_values_that_break_the_checker_or_take_it_minutes_are_wrong_at_once() ->
 
 
 def test_calls_are_read_line_by_line() -> None:
-    lines = [
-        '{"name": "f", "parameters": {"a": 1}}',
-        "no JSON",
-        '{"name": "f"}',
-        '{"name": "None", "parameters": {}}',
-        '{"name": "g", "parameters": {}, "more": 1}',
-    ]
+    lines = ['{"name": "f", "parameters": {"a": 1}}', "no JSON", '{"name": "f"}']
+    lines += ['{"name": "None", "parameters": {}}', '{"name": "g", "parameters": {}, "more": 1}']
     text = "<think> x </think>\n<tool_call>\n{}\n</tool_call>\n<tool_call>\n" + "\n".join(lines)
     assert read_calls(text + "\n</tool_call>\n" + lines[0]) == [Call("f", {"a": 1}), Call("g", {})]
     for without in ("Nothing fits.", "<tool_call>\n\n</tool_call>", "<tool_call>\n" + lines[3]):
@@ -174,12 +163,8 @@ def test_mistakes_are_one_line(folder: Path, change: dict[str, Any], error: str)
 
 
 def test_prompts_have_the_protocols_shapes() -> None:
-    question = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hello "},
-        {"role": "assistant", "content": "Hi"},
-        {"role": "user", "content": "Area?"},
-    ]
+    said = [("system", "Be brief."), ("user", "Hello "), ("assistant", "Hi"), ("user", "Area?")]
+    question = [{"role": role, "content": text} for role, text in said]
     system, user = messages(question, [function()], "simple_python")
     assert "\n1. Name: area.of\nDescription: What it does. " in system["content"]
     assert '\nParameters: {"base": {"type": "integer"' in system["content"]

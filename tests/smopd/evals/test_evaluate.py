@@ -143,10 +143,9 @@ def model(tmp_path_factory):
 
 def test_sampled_responses_are_cut_as_saved_ones_are(data, model, tmp_path, monkeypatch):
     text = torch.tensor(load_tokenizer(str(model))("\n<think>\n")["input_ids"])
-    generate = LocalRollout.generate
-    monkeypatch.setattr(
-        LocalRollout, "generate", lambda *given: [replace(r, response_ids=text) for r in generate(*given)]
-    )
+    plain = LocalRollout.generate
+    said = lambda *given: [replace(each, response_ids=text) for each in plain(*given)]  # noqa: E731
+    monkeypatch.setattr(LocalRollout, "generate", said)
     words = ("--data", data, "--model", model, "--max-new-tokens", "2")
     _, kept = evaluated("rlla", tmp_path / "sampled", *words)
     assert kept[0]["response"] == "<think>"
@@ -154,13 +153,11 @@ def test_sampled_responses_are_cut_as_saved_ones_are(data, model, tmp_path, monk
     assert evaluated("rlla", tmp_path / "again", "--data", data, "--responses", turned)[1] == kept
 
 
-def test_a_model_is_sampled_with_a_seed_and_long_prompts_are_cut_on_the_left(
-    data, model, tmp_path, capsys, monkeypatch
-):
-    asked, generate = [], LocalRollout.generate
-    monkeypatch.setattr(
-        LocalRollout, "generate", lambda engine, *given: asked.append(given[0]) or generate(engine, *given)
-    )
+def test_a_model_is_sampled_with_a_seed_and_long_prompts_are_cut(data, model, tmp_path, capsys, monkeypatch):
+    """On the left."""
+    asked, plain = [], LocalRollout.generate
+    generate = lambda engine, *given: asked.append(given[0]) or plain(engine, *given)  # noqa: E731
+    monkeypatch.setattr(LocalRollout, "generate", generate)
     common = ["--model", model, "--data", data, "--max-new-tokens", "4", "--temperature", "1"]
 
     def run(name, *arguments):
@@ -199,21 +196,18 @@ def test_training_items_leave_the_test_split_out(data_set):
     assert len(rlla.load_rlla_items(source)) == 400
     items = rlla.load_rlla_items(source, exclude=rlla.load_rlla_items(test))
     assert [item.key for item in items] == [str(index) for index in range(400) if index != 393]
-    assert rlla.training_rows(str(source), str(test)) == [
-        {"prompt": list(item.messages), "ground_truth": item.truth} for item in items
-    ]
+    rows = [{"prompt": list(item.messages), "ground_truth": item.truth} for item in items]
+    assert rlla.training_rows(str(source), str(test)) == rows
     assert all(item.truth.count("</think>") == 1 for item in items)
 
 
-@pytest.mark.parametrize(
-    "bad, message",
-    [
-        ({"prompt": [], "reward_model": {"ground_truth": "x"}}, "prompt has 0 messages"),
-        ({"prompt": [{"role": "user", "content": "u"}], "reward_model": {"ground_truth": None}}, "NoneType"),
+def test_a_bad_row_is_named(tmp_path):
+    empty, untrue = {**row("x"), "prompt": []}, {**row("x"), "reward_model": {"ground_truth": None}}
+    for bad, message in (
+        (empty, "prompt has 0 messages"),
+        (untrue, "NoneType"),
         ({"output": "x", "instruction": "i"}, "got no text as .'input'"),
-    ],
-)
-def test_a_bad_row_is_named(tmp_path, bad, message):
-    path = write_lines(tmp_path / "items.jsonl", [row("x"), bad])
-    with pytest.raises(ValueError, match=rf"items\.jsonl: row 1: .*{message}"):
-        rlla.load_rlla_items(path)
+    ):
+        path = write_lines(tmp_path / "items.jsonl", [row("x"), bad])
+        with pytest.raises(ValueError, match=rf"items\.jsonl: row 1: .*{message}"):
+            rlla.load_rlla_items(path)

@@ -132,14 +132,12 @@ def test_what_is_sent(endpoint, tmp_path, monkeypatch):
     judge.verdicts([judge.request(dialogue, '{"a": "{pred}"}', "")])
     (request,), (headers,) = served.requests, served.headers
     prompt = request.pop("messages")[0]["content"]
-    assert request == {
-        "url": f"{URL}/chat/completions", "model": "m", "temperature": 0.0, "max_tokens": 1024,
-    }  # fmt: skip
+    sampling = {"temperature": 0.0, "max_tokens": 1024}
+    assert request == {"url": f"{URL}/chat/completions", "model": "m", **sampling}
     assert headers["authorization"] == "Bearer s3cret"
     before, after = judging.PROMPT.split("{dialogue}")
-    assert prompt == before + dialogue.replace("\ud800", r"\ud800") + after.replace(
-        "{gold}", '{"a": "\0"}'
-    ).replace("{pred}", judging.NO_CALL).replace("\0", "{pred}")
+    after = after.replace("{gold}", '{"a": "\0"}').replace("{pred}", judging.NO_CALL)
+    assert prompt == before + dialogue.replace("\ud800", r"\ud800") + after.replace("\0", "{pred}")
 
 
 def test_nothing_is_asked_twice(endpoint, tmp_path):

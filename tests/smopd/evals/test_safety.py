@@ -76,18 +76,12 @@ def test_absent_scores_are_left_out_and_counted():
     assert options.notes(suite, summary) == ["2 scores are missing and left out of the means"]
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": "p"}, "prompt is a text, expected messages"),
-        ({"prompt": [{"role": "assistant", "content": "a"}]}, "a chat that ends with assistant"),
-    ],
-)
-def test_a_bad_row_is_named(tmp_path, row, message):
-    good = {"prompt": [{"role": "user", "content": "p"}]}
-    data = write_data(tmp_path / "safe", pku=[good, row])
-    with pytest.raises(ValueError, match=rf"pku_saferlhf_test.jsonl.gz: row 1:? .*{message}"):
-        safety.load_safety_items(data)
+def test_a_bad_row_is_named(tmp_path):
+    good, answered = ({"prompt": [{"role": role, "content": "p"}]} for role in ("user", "assistant"))
+    for row, said in (({"prompt": "p"}, "prompt is a text, exp"), (answered, "a chat that ends with")):
+        data = write_data(tmp_path / "safe", pku=[good, row])
+        with pytest.raises(ValueError, match=rf"pku_saferlhf_test.jsonl.gz: row 1:? .*{said}"):
+            safety.load_safety_items(data)
 
 
 def test_two_preference_models_score_responses(tmp_path):

@@ -19,9 +19,7 @@ def merge(accuracy: dict[str, Any] | None = None, form: dict[str, Any] | None = 
     return Merge.model_validate({"models": models, "guard": {}, **values})
 
 
-def judge(
-    table: dict[str, tuple[float, float]], given: Merge, weights: tuple[float, float] = (0.5, 0.5)
-) -> list[Judged]:
+def judge(table: dict[str, tuple[float, float]], given: Merge, weights=(0.5, 0.5)) -> list[Judged]:
     todo = [*alone(given), *(each for level in levels(given) for each in level)]
     assert [each.name for each in todo] == list(table)
     rows = [(each, dict(zip(NAMES, table[each.name], strict=True))) for each in todo]

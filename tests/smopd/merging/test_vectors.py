@@ -59,6 +59,11 @@ def naive(base: Tensor, models: Sequence[Tensor], parts: Sequence[Part]) -> Tens
     return total.view_as(base)
 
 
+def test_the_share_that_is_kept_is_exact_where_changes_are_equal() -> None:
+    change = torch.tensor([[0.0, -1.0, 1.0], [2.0, 1.0, -1.0]])
+    assert [int(trimmed(change, keep).count_nonzero()) for keep in (0.5, 1 / 6, 0.01, 1.0)] == [3, 1, 0, 5]
+
+
 @pytest.mark.parametrize("parts", PARTS, ids=["plain", "trimmed", "scaled", "one", "left out"])
 def test_a_merge_is_the_naive_sum(tmp_path: Path, parts: list[Part]) -> None:
     # In bf16 equal changes could be trimmed either way.
@@ -121,10 +126,8 @@ def lora(folder: Path, base: str, seed: int, rank: int, targets: list[str], **co
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(base),
-        LoraConfig(r=rank, lora_alpha=12, target_modules=targets, task_type="CAUSAL_LM", **config),
-    )
+    made = LoraConfig(r=rank, lora_alpha=12, target_modules=targets, task_type="CAUSAL_LM", **config)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), made)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
@@ -133,31 +136,23 @@ def lora(folder: Path, base: str, seed: int, rank: int, targets: list[str], **co
     return str(folder)
 
 
-def loaded_with(base: str, adapter: Path | str) -> dict[str, Tensor]:
-    """The base's weights with an adapter merged by peft."""
+def test_adapters_merge_to_full_weights(tmp_path: Path) -> None:
+    """As peft merges each."""
     from peft import PeftModel
 
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
-    return model.merge_and_unload().state_dict()
-
-
-def test_adapters_merge_to_full_weights(tmp_path: Path) -> None:
     base = saved(tmp_path)[0]
     one = lora(tmp_path / "one", base, 1, 2, ["q_proj", "down_proj"])
     two = lora(tmp_path / "two", base, 2, 3, ["q_proj", "v_proj"], use_rslora=True)
     assert merge([one, two, "--scale", "1", "0.5", "--output", str(tmp_path / "full")]) == 0
 
     alone, found = load_file(f"{base}/model.safetensors"), load_file(tmp_path / "full" / "model.safetensors")
-    first, second = loaded_with(base, one), loaded_with(base, two)
+    plain = (AutoModelForCausalLM.from_pretrained(base) for _ in range(2))
+    models = map(PeftModel.from_pretrained, plain, (one, two))
+    first, second = (model.merge_and_unload().state_dict() for model in models)
     for name, value in alone.items():
         expected = value.double() + (first[name].double() - value) + 0.5 * (second[name].double() - value)
         torch.testing.assert_close(found[name].double(), expected, rtol=0, atol=2e-6, msg=name)
     assert any(not torch.equal(found[name], value) for name, value in alone.items())
-
-
-def test_the_share_that_is_kept_is_exact_where_changes_are_equal() -> None:
-    change = torch.tensor([[0.0, -1.0, 1.0], [2.0, 1.0, -1.0]])
-    assert [int(trimmed(change, keep).count_nonzero()) for keep in (0.5, 1 / 6, 0.01, 1.0)] == [3, 1, 0, 5]
 
 
 @pytest.fixture
@@ -178,11 +173,9 @@ def test_an_adapter_that_cannot_be_merged_is_refused(tmp_path: Path, mistake: Ca
     foreign = lora(tmp_path / "foreign", other, 1, 2, ["q_proj"])
     dora = lora(tmp_path / "dora", base, 1, 2, ["q_proj"], use_dora=True)
     output = ("--output", tmp_path / "out")
-    for words, said in (
-        ([plain, foreign], r"foreign: is an adapter of .*model1, expected one of .*model0"),
-        ([dora], r"dora: use_dora is True, expected none: only plain LoRA merges"),
-    ):
-        assert re.search(said, mistake(*words, *output))
+    said = r"foreign: is an adapter of .*model1, expected one of .*model0"
+    assert re.search(said, mistake(plain, foreign, *output))
+    assert "dora: use_dora is True, expected none: only plain LoRA merges" in mistake(dora, *output)
     assert "--exclude: 'mpl' matches no tensor of" in mistake(plain, "--exclude", "mpl", *output)
     assert "MODEL: none given" in mistake("--base", base, *output)
     assert merge([plain, "--output", str(tmp_path / "whole")]) == 0
@@ -201,9 +194,7 @@ def test_an_adapter_that_cannot_be_merged_is_refused(tmp_path: Path, mistake: Ca
         ("--output new", "--base: not given, expected the model that the others were trained from"),
     ],
 )
-def test_mistakes_of_the_command_are_one_line(
-    tmp_path: Path, mistake: Callable[..., str], words: str, said: str
-) -> None:
+def test_mistakes_of_the_command_are_one_line(tmp_path: Path, mistake, words: str, said: str) -> None:
     error = mistake(tmp_path, tmp_path, *words.split())
     assert error.startswith(f"smopd.merge: {said}") and error.count("\n") == 1
 
@@ -213,12 +204,12 @@ def test_models_of_other_tensors_are_named(tmp_path: Path) -> None:
     file = Path(paths[2]) / "model.safetensors"
     tensors = load_file(file)
     norm = tensors.pop("model.norm.weight")
-    cases = {
-        "lacks the tensor model.norm.weight, which the base": {},
-        "has the tensor extra, which the base": {"model.norm.weight": norm, "extra": norm + 1},
-        "model.norm.weight has shape (65,), the base": {"model.norm.weight": torch.ones(65)},
-    }
-    for said, changed in cases.items():
+    name = "model.norm.weight"
+    for said, changed in (
+        (f"lacks the tensor {name}, which the base", {}),
+        ("has the tensor extra, which the base", {name: norm, "extra": norm + 1}),
+        (f"{name} has shape (65,), the base", {name: torch.ones(65)}),
+    ):
         save_file(tensors | changed, file)
         with pytest.raises(ValueError, match=re.escape(f"model2: {said}")):
             TaskVectors(paths[0], paths[1:])
@@ -227,9 +218,7 @@ def test_models_of_other_tensors_are_named(tmp_path: Path) -> None:
         TaskVectors(paths[0], paths[1:])
 
 
-def test_a_model_of_another_base_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_of_another_base_is_named(tmp_path: Path, caplog, capsys) -> None:
     base, one, _ = saved(tmp_path)
     file, config = Path(one) / "model.safetensors", Path(one) / "config.json"
     stored = load_file(f"{base}/model.safetensors")

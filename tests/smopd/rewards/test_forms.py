@@ -13,10 +13,7 @@ COLUMNS = {"answer": ["4", "5"], "source": ["a", "b"]}
 
 
 def ours(prompts, completions, *, answer, **columns):
-    return [
-        [prompt, text, right, sorted(columns)]
-        for prompt, text, right in zip(prompts, completions, answer, strict=True)
-    ]
+    return [[*row, sorted(columns)] for row in zip(prompts, completions, answer, strict=True)]
 
 
 def swapped(completions, prompts, **kwargs):
@@ -108,9 +105,6 @@ def test_arguments_go_by_name_and_completions_to_a_chat_as_trl_passes_them():
     assert call(answered, {"answer": "x"})[1] == "x", "kwargs override columns"
     with pytest.raises(TypeError, match="set `completions: messages`"):
         call(demo)
-
-
-def test_the_form_of_trl_is_a_setting_where_prompts_come_first():
     loaded = load(demo, completions="messages")
     assert loaded([CHAT] * 2, COMPLETIONS, {"answer": ["4", "5"]}) == [False, True]
 
@@ -146,11 +140,7 @@ def test_verl_scores_one_response_at_a_time():
         (positional, {}, "positional.only"),
         (get_overlong, {}, "takes none of completions, .*, and is no factory .* argument: 'limit'"),
         (get_overlong, {"limit": 3, "cash": 1}, "unexpected keyword argument 'cash'"),
-        (
-            get_async,
-            {},
-            r"get_async\(limit=3\) .* and is no reward: it is a factory, which must be no `async",
-        ),
+        (get_async, {}, r"get_async\(limit=3\) .* and is no reward: it is a factory, which must be no `asy"),
         (max, {}, "builtins:max has no signature, expected a function written in Python"),
         (get_number, {}, "get_number.*, and is no factory of what does: it returned int"),
         (get_number, {"value": get_number}, r"nor does the function that it returned: \(value=1\)"),

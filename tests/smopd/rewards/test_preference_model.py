@@ -44,10 +44,8 @@ def truth(network, ids):
 
 def test_the_head_at_the_last_token_whatever_the_batch(model):
     folder, network = model
-    expected = [
-        truth(network, ids_of(prompt, text, byte_tokenizer()))
-        for prompt, text in zip(PROMPTS, COMPLETIONS, strict=True)
-    ]
+    pairs = zip(PROMPTS, COMPLETIONS, strict=True)
+    expected = [truth(network, ids_of(*pair, byte_tokenizer())) for pair in pairs]
     assert len(set(expected)) == 5 and max(expected) - min(expected) > 0.1
     together = reward(folder)
     assert together == pytest.approx(expected, abs=1e-5)

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -110,10 +109,8 @@ def pool_of(*names, **settings) -> RewardPool:
 
 def pool_running(codes, **settings) -> RewardPool:
     """Rewards that run a code, which assigns `result`, and a good one at the end."""
-    bad = [
-        Reward(name=name, function="reward_functions:runs", kwargs={"code": code})
-        for name, code in codes.items()
-    ]
+    runs = {"function": "reward_functions:runs"}
+    bad = [Reward(name=name, **runs, kwargs={"code": code}) for name, code in codes.items()]
     return RewardPool([*bad, Reward(name="good", function="reward_functions:length")], **settings)
 
 
@@ -157,9 +154,7 @@ def test_rewards_get_their_columns_and_are_kept_in_order():
             np.testing.assert_array_equal(batch.rewards_RK, [[11, 0.5, 1, 0], [22, 1, 1, 0]])
         assert batch.rewards_RK.dtype == torch.float64 and batch.names == names
         assert batch.last_errors == {} and not any(unscorable(batch, name) for name in names)
-        with pytest.raises(
-            RewardError, match=r"'narrow': reward_functions:narrow takes 'bonus', .* there are a, b"
-        ):
+        with pytest.raises(RewardError, match=r"'narrow': .*:narrow takes 'bonus', .* there are a, b"):
             pool.require_columns(["a", "b"])
         batch = score(pool, completions=["x" * 3_000_000] * 3 + ["y"] * 50_000, bonus=[0] * 50_003)
         assert batch.rewards_RK[:3, 0].tolist() == [3e6] * 3 and len(batch.rewards_RK) == 50_003
@@ -200,12 +195,10 @@ def test_a_failure_costs_its_own_dimension():
 
 @pytest.mark.parametrize("name", ["makes", "makes_later", "makes_each"])
 def test_a_factory_that_looks_like_a_reward_ends_the_first_call(name):
-    with pool_of(name) as pool:
+    said = f"'{name}': .*:{name} returned a function.*is a factory, .* name"
+    with pool_of(name) as pool, pytest.raises(RewardError, match=said):
         pool.probe()
-        with pytest.raises(
-            RewardError, match=f"'{name}': .*:{name} returned a function.*is a factory, .* name"
-        ):
-            score(pool)
+        score(pool)
 
 
 def test_values_that_are_no_finite_number():
@@ -226,29 +219,21 @@ def test_a_column_that_no_row_of_a_batch_has_is_none():
             score(pool, note=[print, lambda: None])
 
 
-def test_output_goes_to_a_log_that_begins_again(tmp_path, monkeypatch):
-    log = tmp_path / "rewards.log"
-    says = "print('x' * 5_000_000); os.write(1, b'raw'); print(sys.stdin.read(), file=sys.stderr)"
-    with pool_running({"says": f"{says}; result = [1.0] * 2"}, log_path=log) as pool:
-        assert score(pool).rewards_RK[:, 0].tolist() == [1.0, 1.0]
-        assert log.stat().st_size > 5_000_000 and log.stat().st_mode & 0o777 == 0o600
-        monkeypatch.setattr("smopd.rewards.pool.LOG_BYTES", 1_000_000)
-        score(pool)
-        assert log.stat().st_size < 1_000_000  # the other worker may have emptied it in between
+SAYS = """
+os.write(1, b'raw'); print(sys.stdin.read(), file=sys.stderr)
+before = 0
+while (now := os.fstat(1).st_size) >= before:  # until it is emptied
+    before = now; print('x' * 100_000, flush=True); time.sleep(0.02)
+result = [1.0] * 2
+"""
 
 
-def test_output_without_end_fills_no_disk(tmp_path, monkeypatch):
+def test_output_goes_to_a_log_and_without_end_fills_no_disk(tmp_path, monkeypatch):
     monkeypatch.setattr("smopd.rewards.pool.LOG_BYTES", 1_000_000)
-    until_it_is_emptied = (
-        "before = 0\n"
-        "while (now := os.fstat(1).st_size) >= before:\n"
-        "    before = now; print('x' * 100_000, flush=True); time.sleep(0.02)\n"
-        "result = [1.0] * 2"
-    )
-    with pool_running(
-        {"says": until_it_is_emptied}, log_path=tmp_path / "log", deadline_seconds=60.0
-    ) as pool:
+    log = tmp_path / "rewards.log"
+    with pool_running({"says": SAYS}, log_path=log, deadline_seconds=60.0) as pool:
         assert score(pool).rewards_RK[:, 0].tolist() == [1.0, 1.0]
+        assert log.stat().st_mode & 0o777 == 0o600
 
 
 @needs_proc
@@ -288,15 +273,17 @@ def test_a_dead_worker_is_replaced_and_closing_leaves_no_process():
         score(pool)
 
 
+CALLS = """
+from smopd.config.settings import Reward
+from smopd.rewards.pool import RewardPool
+RewardPool([Reward(name="r", function="reward_functions:hangs")]).score(["q"], ["a"], {})
+"""
+
+
 @needs_proc
 def test_workers_die_with_a_killed_parent():
-    program = textwrap.dedent("""
-        from smopd.config.settings import Reward
-        from smopd.rewards.pool import RewardPool
-        RewardPool([Reward(name="r", function="reward_functions:hangs")]).score(["q"], ["a"], {})
-    """)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    parent = subprocess.Popen([sys.executable, "-c", program], env=environment)
+    parent = subprocess.Popen([sys.executable, "-c", CALLS], env=environment)
     try:
         while len(pids()) < 2:
             assert parent.poll() is None, "the reward was not called"
@@ -332,10 +319,8 @@ def test_probe_names_every_reward_that_cannot_be_loaded():
 def test_a_slow_import_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr("smopd.rewards.pool.STARTUP_SECONDS", 0.5)
     (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(600)\n")
-    with (
-        RewardPool([Reward(name="slow", function="slow_module:f")]) as pool,
-        pytest.raises(RewardError, match=r"did not return within 0\.5 s"),
-    ):
+    slow = pytest.raises(RewardError, match=r"did not return within 0\.5 s")
+    with RewardPool([Reward(name="slow", function="slow_module:f")]) as pool, slow:
         pool.probe()
 
 
@@ -348,11 +333,6 @@ def test_a_late_answer_of_an_earlier_call_is_not_the_next_ones():
             time.sleep(0.5)
 
 
-def test_a_worker_that_cannot_be_started_is_counted(tmp_path):
-    with pool_running({}, log_path=tmp_path / "absent" / "rewards.log") as pool:
-        assert unscorable(score(pool), "good") == {"worker_died": 2}
-
-
 FRAMES = {"deep": "[" * 100_000, "text": '{"values": ["x", 2.0]}'}  # tests/fuzz.py has more
 WRITES = """
 import struct
@@ -362,7 +342,9 @@ for number in range(20):
 """
 
 
-def test_a_malformed_reply_is_a_failure_of_the_worker():
+def test_a_malformed_reply_and_a_worker_that_cannot_be_started_are_failures_of_the_worker(tmp_path):
+    with pool_running({}, log_path=tmp_path / "absent" / "rewards.log") as pool:
+        assert unscorable(score(pool), "good") == {"worker_died": 2}
     with pool_running({name: f"FRAME = {frame!r}{WRITES}" for name, frame in FRAMES.items()}) as pool:
         batch = score(pool)
         assert all(unscorable(batch, name) == {"worker_died": 2} for name in FRAMES)

@@ -17,6 +17,11 @@ from tests.ranks import python
 from tests.smopd.run.invariance_worker import SETTINGS
 
 MADE = Settings.model_validate(SETTINGS)
+LOST = """
+from smopd.run import lease
+lease.BEAT_SECONDS, run = 0.1, lease.Path("run")
+with lease.lease(run): {}; lease.time.sleep(60)
+"""
 
 
 def assert_refused(folder, error, match, settings=MADE):
@@ -24,32 +29,26 @@ def assert_refused(folder, error, match, settings=MADE):
         pass
 
 
-def test_a_removed_lock_file_opens_no_second_way_in(tmp_path):
+def test_a_removed_lock_file_opens_no_second_way_in_and_no_folder_is_named(tmp_path):
     with lock_run_dir(tmp_path, MADE):
         (tmp_path / ".lock").unlink()
         assert_refused(tmp_path, RunDirLocked, "another command is at work there")
     with lock_run_dir(tmp_path, MADE):
         pass
-
-
-def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "out").symlink_to(tmp_path / "absent")
     for output in (tmp_path / "out", tmp_path / ("n" * 300)):
         assert_refused(output, RunDirLocked, f"output: .*{output}")
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"\xff\xfe\x00\x01", "cannot be read"),
-        (b"- " * 5000 + b"[", "cannot be read"),
-        (b"rollout: {top_p: 0.9}", "another smopd.*\n.*rollout.top_p: was removed"),
-    ],
-)
-def test_settings_that_cannot_be_read_are_named(tmp_path, content, said):
-    (tmp_path / "config.yaml").write_bytes(content)
+def test_settings_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "student/export").mkdir(parents=True)
-    assert_refused(tmp_path, ConfigMismatch, rf"(?s)config\.yaml: .*{said}")
+    for content, said in {
+        b"\xff\xfe\x00\x01": "cannot be read",
+        b"- " * 5000 + b"[": "cannot be read",
+        b"rollout: {top_p: 0.9}": "another smopd.*\n.*rollout.top_p: was removed",
+    }.items():
+        (tmp_path / "config.yaml").write_bytes(content)
+        assert_refused(tmp_path, ConfigMismatch, rf"(?s)config\.yaml: .*{said}")
 
 
 def test_settings_may_be_corrected_until_something_is_made_with_them(tmp_path):
@@ -140,8 +139,7 @@ def test_a_command_on_another_host_is_noticed_where_locks_are_not(tmp_path, monk
 )
 def test_a_command_that_loses_its_lease_or_folder_ends_itself(tmp_path, act, said):
     (tmp_path / "run").mkdir()
-    words = f"from smopd.run.lease import *\nrun = Path('run')\nwith lease(run): {act}; time.sleep(60)"
-    ended = python("-c", words, cwd=tmp_path)
+    ended = python("-c", LOST.format(act), cwd=tmp_path)
     assert ended.returncode == 1 and said in ended.stderr
 
 

@@ -13,23 +13,21 @@ from tests.smopd.recipes import TINY, metric_lines, train_here, write_recipe
 REWARDS = """
 def brevity(prompts, completions, **columns):
     return [1 / (1 + len(text)) for text in completions]
-
 """
 BAD_ROWS = """
+from smopd.worlds.models import world_model
+
 def null(**options):
     return [{"prompt": "call anna", "ground_truth": ""}, {"prompt": None, "ground_truth": ""}]
 
 def no_tokenizer(seed, layers):
-    from smopd.worlds.models import world_model
     return world_model(seed=seed, layers=layers)[0], None
 
 def no_weights(seed, layers):
-    from smopd.worlds.models import world_model
     model, tokenizer = world_model(seed=seed, layers=layers)
     return model.to("meta"), tokenizer
 
 def other_tokenizer(seed, layers):
-    from smopd.worlds.models import world_model
     model, tokenizer = world_model(seed=seed, layers=layers)
     class Twice(type(tokenizer)):
         def __call__(self, text, **options):
@@ -55,9 +53,8 @@ def recipe_of_one_run(folder, changes):
     return write_recipe(folder, values, drop=("runs", "teachers", "warm_start"))
 
 
-WITH_BREVITY = {
-    "rewards": [TINY["rewards"][0], {"name": "mine", "function": "my_rewards:brevity"}]
-}  # the only reward that varies for an untrained model
+# The second is the only reward that varies for an untrained model.
+WITH_BREVITY = {"rewards": [TINY["rewards"][0], {"name": "mine", "function": "my_rewards:brevity"}]}
 
 
 @pytest.mark.slow
@@ -71,12 +68,10 @@ def test_three_rewards_and_three_teachers(workplace):
     for name, whiten in (("gd2po", "tokens"), ("grpo", "none")):
         own = {"advantage": {"estimator": name, "whiten": whiten}, "loop": {"steps": 1}}
         runs[name] = {"stage": "train", "set": own}
+    brevity = {"name": "brevity", "function": "my_rewards:brevity", "range": "batch"}
     changes = {
         "loop": {"steps": 2},
-        "rewards": [
-            *TINY["rewards"],
-            {"name": "brevity", "function": "my_rewards:brevity", "range": "batch"},
-        ],
+        "rewards": [*TINY["rewards"], brevity],
         "opd": {"gate": {"kind": "token"}},
         "teachers": {"models": [{"model": f"{name}_teacher", "reward": name} for name in names]},
     }

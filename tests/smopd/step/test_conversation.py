@@ -223,6 +223,8 @@ def told(worker, *names: str) -> dict[str, str | None]:
 
 
 def test_a_conversation_that_fails_leaves_the_others(environments):
+    with pytest.raises(UnicodeEncodeError):  # half a character
+        checked([{"role": "user", "content": "\ud800"}])
     worker = environments.of(settings_of(environment_seconds=1.0))
     names = ["fine", "cannot begin", "exits", "floods", "mumbles", "is silent", "hangs"]
     assert begun(worker, *names) == ["", "exception", *[""] * 5]
@@ -232,11 +234,6 @@ def test_a_conversation_that_fails_leaves_the_others(environments):
     assert told(worker, "fine", "dies") == dict.fromkeys(["fine", "dies"], "worker_died")
     begun(worker, "fine")
     assert told(worker, "fine") == {"fine": "3"}, "in a new process"
-
-
-def test_an_answer_of_half_a_character_is_the_environments_error():
-    with pytest.raises(UnicodeEncodeError):
-        checked([{"role": "user", "content": "\ud800"}])
 
 
 def test_async_environments_and_ones_that_cannot_be_loaded(environments):

@@ -15,6 +15,7 @@ from smopd.rewards.pool import FAILURE_KINDS, RewardBatch, RewardError, RewardPo
 from smopd.run.preflight import try_rewards
 from smopd.step.held_out import means
 from smopd.step.rewards import Rewarder
+from tests.smopd.recipes import TINY
 from tests.smopd.rewards.tiny_preference import byte_tokenizer
 
 ROLLOUT = Rollout((1,), torch.tensor([5]), torch.zeros(1), 0, finished=True)
@@ -72,26 +73,19 @@ def test_a_bad_step_is_counted_over_a_window(failures, ends_after):
         message = rf"'tone' left {most} of {of} .*\(8 may be, .* 0\.5 of 4 steps\): exception {most}\. Last"
         with pytest.raises(RewardError, match=message):
             own.score(PROMPTS, [ROLLOUT] * 4, ends_after - 1)
-
-
-def test_an_evaluation_is_judged_alone():
-    own = rewarder(lambda *_: scored(3), window_steps=4)
+    alone = rewarder(lambda *_: scored(3), window_steps=4)
     with pytest.raises(RewardError, match="left 3 of 4 responses"):
-        own.score(PROMPTS, [ROLLOUT] * 4)
+        alone.score(PROMPTS, [ROLLOUT] * 4)  # an evaluation
 
 
 def test_tags_that_are_special_tokens_or_prefilled_are_scored(capsys):
-    tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens(
-        {"extra_special_tokens": ["<think>", "</think>", "<tool_call>", "</tool_call>"]}
-    )
+    tokenizer, tags = byte_tokenizer(), ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    tokenizer.add_special_tokens({"extra_special_tokens": tags})
     truth = '<think> ok </think>\n<tool_call>\n{"name": "w", "parameters": {"c": 1}}\n</tool_call>'
     prompt = Prompt(0, "q", (1,), {"ground_truth": truth}, response_start="<think>")
     ids = torch.tensor(tokenizer(truth.removeprefix("<think>") + tokenizer.eos_token)["input_ids"])
     rollout = Rollout((1,), ids, torch.zeros(len(ids)), 0, finished=True)
-    rewards = [
-        Reward(name=name, function=f"smopd.rewards.rlla:{name}_reward") for name in ("accuracy", "format")
-    ]
+    rewards = [Reward.model_validate(reward) for reward in TINY["rewards"]]
     own = Reward(name="call", function=f"{__name__}:has_call")
     with RewardPool(rewards) as pool, RewardPool([own]) as raises_on_an_empty_answer:
         scored = Rewarder(pool, tokenizer, Scoring()).score([prompt], [rollout])

@@ -28,24 +28,19 @@ def slowly(meeting: threading.Barrier | None) -> None:
     time.sleep(SLOW_SECONDS)
 
 
-class SlowTeachers:
-    dropped = 0
-
-    def __init__(self, meeting: threading.Barrier | None):
-        self.local = LocalTeachers([tiny_model(seed=1), tiny_model(seed=2)], PACKING, VOCABULARY)
-        self.meeting = meeting
+class SlowTeachers(LocalTeachers):
+    meeting: threading.Barrier | None = None
 
     def overlaps(self, device: torch.device) -> bool:
         return self.meeting is not None
 
     def score(self, *args: Any, **options: Any) -> Any:
         slowly(self.meeting)
-        return self.local.score(*args, **options)
+        return super().score(*args, **options)
 
 
 class SlowRewarder(FixedRewarder):
-    def __init__(self, meeting: threading.Barrier | None):
-        self.meeting = meeting
+    meeting: threading.Barrier | None = None
 
     def score(self, *args: Any) -> Any:
         slowly(self.meeting)
@@ -54,13 +49,13 @@ class SlowRewarder(FixedRewarder):
 
 @pytest.mark.parametrize("elsewhere", [True, False], ids=["elsewhere", "here"])
 def test_a_step_is_shorter_than_its_phases_where_they_overlap(elsewhere: bool, tmp_path: Path) -> None:
-    settings = settings_of("student", loop={"steps": 2})
-    meeting = threading.Barrier(2) if elsewhere else None
+    teachers = SlowTeachers([tiny_model(seed=1), tiny_model(seed=2)], PACKING, VOCABULARY)
+    rewarder = SlowRewarder()
+    teachers.meeting = rewarder.meeting = threading.Barrier(2) if elsewhere else None
+    settings, parts = settings_of("student", loop={"steps": 2}), {"teachers": teachers, "rewarder": rewarder}
     with distributed.process_group() as device:
         options = TrainSettings(learning_rate=1e-2, compute_dtype="float32", **dict(PACKING))
-        student = Student(tiny_model(), options, device)
-        slow = {"teachers": SlowTeachers(meeting), "rewarder": SlowRewarder(meeting)}
-        run_loop(tmp_path, settings, student, **slow)
+        run_loop(tmp_path, settings, Student(tiny_model(), options, device), **parts)
     for line in metric_lines(tmp_path, times=True):
         scored, waited = line["seconds_overlapped/teachers"], line["seconds/teachers"]
         assert min(line["seconds/rewards"], scored) >= SLOW_SECONDS
