@@ -12,29 +12,12 @@ from typing import Any
 import pytest
 
 # The slowest files run first, so that no worker is idle at the end.
-FIRST = (
-    "test_packaging.py",
-    "test_launch.py",
-    "test_resume.py",
-    "test_loss.py",
-    "test_invariance.py",
-    "test_merged_start.py",
-    "test_tutorial.py",
-    "test_rlla_scratch.py",
-    "test_hostile.py",
-    "test_cpp_clones.py",
-    "test_offline.py",
-    "test_train.py",
-    "test_topk.py",
-    "test_ended.py",
-    "test_fuzz.py",
-    "test_extending.py",
-    "test_vllm_remote.py",
-    "test_vllm_sync.py",
-    "test_vllm_rollout.py",
-    "test_engines.py",
-    "test_deepspeed.py",
-)
+FIRST = """
+test_packaging.py test_launch.py test_resume.py test_loss.py test_invariance.py test_merged_start.py
+test_tutorial.py test_rlla_scratch.py test_hostile.py test_cpp_clones.py test_offline.py test_train.py
+test_topk.py test_ended.py test_fuzz.py test_extending.py test_vllm_remote.py test_vllm_sync.py
+test_vllm_rollout.py test_engines.py test_deepspeed.py
+""".split()  # noqa: SIM905
 MAX_THREADS = 2  # tensors in tests are small: more threads are slower
 
 

@@ -197,10 +197,9 @@ def described(folder: Path) -> None:
 
 
 LINES = b'{"step": 1, "kl": 0.5}\n{"step": 4, "kl": null}\n'
-GENERATED = (
-    b'{"choices": [{"weight_versions": [{"version": "r-1"}], "finish_reason": "stop", "token_ids": [3, 4],'
-    b' "logprobs": {"content": [{"logprob": -0.5}, {"logprob": -1.0}]}}]}'
-)
+LOGPROBS = '"logprobs": {"content": [{"logprob": -0.5}, {"logprob": -1.0}]}, "token_ids": [3, 4]'
+CHOICE = f'{{"weight_versions": [{{"version": "r-1"}}], "finish_reason": "stop", {LOGPROBS}}}'
+GENERATED = f'{{"choices": [{CHOICE}]}}'.encode()
 CLASSIFIED = b'{"data": [{"index": 1, "probs": [0.5]}, {"index": 0, "probs": [-2.0]}]}'
 DESCRIBED = b'{"vocabulary": 8, "rows": 8, "weights": "0a1b"}'
 ADAPTER = b'{"peft_type": "LORA", "base_model_name_or_path": "b", "target_modules": ["q_proj"]}'
@@ -213,9 +212,7 @@ TARGETS = {
     "api_bank": Target((GOOD.encode(),), api_bank),
     "bfcl": Target((GOOD.encode(),), lambda given: read_calls(text(given)), (ValueError,)),
     "judge": Target((b"Reasoning: so\nJudgment: Yes",), lambda given: judgment(text(given))),
-    "recipe": Target(
-        (RECIPE, AS_JSON[0]), in_a_file("r.yaml", lambda path: read_settings(str(path))), (Mistakes,)
-    ),
+    "recipe": Target((RECIPE, AS_JSON[0]), in_a_file("r.yaml", lambda p: read_settings(str(p))), (Mistakes,)),
     "manifest": Target((a_manifest(),), in_a_file("manifest.json", manifest), (UnusableCheckpoint,)),
     "metrics": Target((LINES,), in_a_file("m.jsonl", log), (DamagedFile,)),
     "request": Target((REQUEST,), lambda given: unpack_request(given, 8), NOT_A_REQUEST),
@@ -225,9 +222,7 @@ TARGETS = {
     "classified": Target((CLASSIFIED,), of_a_server(classified)),
     "described": Target((DESCRIBED,), of_a_server(_description)),
     "reply": Target((b'{"values": [1, null, 0.5]}',), lambda given: _values(given, float), NOT_A_REPLY),
-    "rows": Target(
-        (b'{"prompt": "a"}\n',), in_a_file("r.jsonl", lambda path: load_rows(str(path))), (ValueError,)
-    ),
+    "rows": Target((b'{"prompt": "a"}\n',), in_a_file("r.jsonl", lambda p: load_rows(str(p))), (ValueError,)),
     "adapter": Target(
         (ADAPTER,), in_a_file("adapter_config.json", lambda path: read_adapter(path.parent)), (UnusableModel,)
     ),
@@ -261,15 +256,9 @@ def mutated(content: bytes, draw: random.Random) -> bytes:
         to = min(len(content), at + draw.choice([0, 1, 2, 8, 64, 1024]))
         cut, piece = content[at:to], draw.choice(PIECES).encode()
         flipped = bytes([cut[0] ^ (1 << draw.randrange(8))]) + cut[1:] if cut else cut
-        changed = [
-            b"",
-            cut * draw.choice([2, 3, 50]),
-            flipped,
-            piece + cut,
-            piece * draw.choice([2, 30, 2000]),
-            draw.randbytes(draw.choice([1, 4, 32])),
-        ]
-        content = content[:at] + draw.choice(changed) + content[to:]
+        kinds = [b"", cut * draw.choice([2, 3, 50]), flipped, piece + cut, piece * draw.choice([2, 30, 2000])]
+        kinds.append(draw.randbytes(draw.choice([1, 4, 32])))
+        content = content[:at] + draw.choice(kinds) + content[to:]
     return content[:1_000_000]
 
 

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from examples.plan import Need, Options, main, plan, totals
 from smopd.config.cli import read_settings
 from smopd.config.settings import merged
@@ -60,23 +58,13 @@ def test_states_are_exact_and_shared_by_the_shards(tmp_path: Path) -> None:
     assert totals(run)["update"] == sum(need.bytes.get("update", 0) for need in run)
 
 
-@pytest.mark.parametrize(
-    ("changes", "models"),
-    [
-        ({}, 2),
-        (LORA_TEACHERS, 1),
-        (merged(LORA_TEACHERS, KL_REF), 1),
-        (KL_REF, 3),
-        (merged(KL_REF, {"runs": {"student": {"set": LORA}}}), 2),
-    ],
-    ids=["full", "lora", "lora-and-reference", "reference", "under-the-student"],
-)
-def test_frozen_models_are_counted_as_they_are_held(
-    changes: dict[str, Any], models: int, tmp_path: Path
-) -> None:
+def test_frozen_models_are_counted_as_they_are_held(tmp_path: Path) -> None:
     """LoRA teachers share one base. A reference is counted unless another model is the same."""
-    run = planned(recipe(tmp_path, "1.5B", changes))["student"]
-    assert held(run, "teachers' weights", "teachers") == 4 * models * SMALL
+    under_the_student = merged(KL_REF, {"runs": {"student": {"set": LORA}}})
+    both = merged(LORA_TEACHERS, KL_REF)
+    for changes, models in (({}, 2), (LORA_TEACHERS, 1), (both, 1), (KL_REF, 3), (under_the_student, 2)):
+        run = planned(recipe(tmp_path, "1.5B", changes))["student"]
+        assert held(run, "teachers' weights", "teachers") == 4 * models * SMALL, changes
 
 
 def test_the_verdict_is_in_plain_text_and_in_the_exit_status(tmp_path: Path, capsys) -> None:

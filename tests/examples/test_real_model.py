@@ -26,22 +26,17 @@ def test_the_recipes_resolve() -> None:
 def utterances(tmp_path: Path) -> str:
     """Two utterances an intent and split, and one that has no slot."""
     (tmp_path / "snips").mkdir()
+    two = [{"text": "b", "entity": "genre"}, {"text": " c ", "entity": "artist"}]
     for intent in snips.INTENTS:
         for split, form in snips.SPLITS.items():
-            slot = {"text": ' "Bar" \n', "entity": "artist"}
-            rows = [
-                {"data": [{"text": f"{split} the "}, slot, {"text": "é"}]},
-                {"data": [{"text": "b", "entity": "genre"}, {"text": " c ", "entity": "artist"}]},
-                {"data": [{"text": "nothing"}]},
-            ]
+            slot = [{"text": f"{split} the "}, {"text": ' "Bar" \n', "entity": "artist"}, {"text": "é"}]
+            rows = [{"data": each} for each in (slot, two, [{"text": "nothing"}])]
             content = json.dumps({intent: rows}, ensure_ascii=False).encode("latin-1")
             (tmp_path / "snips" / form.format(intent)).write_bytes(content)
     return str(tmp_path / "snips")
 
 
-def test_both_stages_at_a_tiny_size(
-    utterances: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_both_stages_at_a_tiny_size(utterances: str, tmp_path: Path, monkeypatch, capsys) -> None:
     rows = snips.prompts(utterances, 30, 0, "validate")
     assert {row["prompt"][1]["content"] for row in rows} == {'validate the "Bar" é', "b c"}
     assert all(f"{intent}(artist, genre)" in rows[0]["prompt"][0]["content"] for intent in snips.INTENTS)
@@ -49,25 +44,16 @@ def test_both_stages_at_a_tiny_size(
     for reward, best in ((accuracy_reward, 3.0), (format_reward, 1.0)):
         assert reward(truths, truths, ground_truth=truths) == [best] * 30
 
-    settings = {
-        "model.path": save_world(tmp_path / "model", pieces=[*string.printable, "é"], max_positions=1024),
-        "data.train.kwargs.folder": utterances,
-        "data.evaluation.kwargs": f"{{folder: {utterances}, n: 4, seed: 2, split: validate}}",
-        "data.max_prompt_tokens": 900,
-        "warm_start.source.kwargs.folder": utterances,
-        "warm_start.steps": 2,
-        "warm_start.batch_size": 2,
-        "loop.prompts_per_step": 2,
-        "rollout.group_size": 4,
-        "rollout.max_new_tokens": 6,
-        "loop.steps": 1,
-        "runs.smopd.set.loop.steps": 1,
-        "runs.smopd.set.merge.guard": "{prompts: 2, samples: 2}",
-        "output": tmp_path / "out",
-    }
-    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    only = ["--only", "accuracy_teacher", "format_teacher", "smopd"]
-    done = train_here(RECIPES / "smollm2_snips.yaml", *words, *only, cwd=tmp_path)
+    model = save_world(tmp_path / "model", pieces=[*string.printable, "é"], max_positions=1024)
+    words = f"""
+        --only accuracy_teacher format_teacher smopd --output {tmp_path / "out"} --model.path {model}
+        --data.train.kwargs.folder {utterances} --data.max_prompt_tokens 900
+        --data.evaluation.kwargs.folder {utterances} --data.evaluation.kwargs.n 4 --loop.prompts_per_step 2
+        --warm_start.source.kwargs.folder {utterances} --warm_start.steps 2 --warm_start.batch_size 2
+        --rollout.group_size 4 --rollout.max_new_tokens 6 --loop.steps 1 --runs.smopd.set.loop.steps 1
+        --runs.smopd.set.merge.guard.prompts 2 --runs.smopd.set.merge.guard.samples 2
+    """
+    done = train_here(RECIPES / "smollm2_snips.yaml", *words.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
     kept = tmp_path / "results.json"

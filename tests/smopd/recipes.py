@@ -19,6 +19,7 @@ from smopd.config.settings import merged
 from smopd.worlds.models import world_model
 from tests.ranks import ROOT, on_ranks
 
+Done = subprocess.CompletedProcess[str]
 WORLD = "smopd.worlds.toy_world:prompts"
 TINY: dict[str, Any] = {
     "name": "tiny",
@@ -42,12 +43,7 @@ TINY: dict[str, Any] = {
     "student": {"learning_rate": 1.0e-3, "compute_dtype": "float32"},
     "scoring": {"deadline_seconds": 600.0},
     "loop": {"steps": 4, "prompts_per_step": 4, "updates_per_step": 2},
-    "teachers": {
-        "models": [
-            {"model": "accuracy_teacher", "reward": "accuracy"},
-            {"model": "format_teacher", "reward": "format"},
-        ]
-    },
+    "teachers": {"models": [{"model": f"{name}_teacher", "reward": name} for name in ("accuracy", "format")]},
     "merge": {"method": "published"},
     "opd": {"target": "merged", "tail": True},
     "checkpoint": {"every": 2, "keep": 1},
@@ -68,16 +64,12 @@ def write_recipe(folder: Path, changes: dict[str, Any] | None = None, drop: tupl
     return path
 
 
-def train(
-    recipe: Path | str, *arguments: str, ranks: int = 1, cwd: Path | None = None
-) -> subprocess.CompletedProcess[str]:
+def train(recipe: Path | str, *arguments: str, ranks: int = 1, cwd: Path | None = None) -> Done:
     """Run the command in a process of its own, or in `ranks`."""
     return on_ranks(ranks, "-m", "smopd.train", str(recipe), *arguments, cwd=cwd or Path(recipe).parent)
 
 
-def train_here(
-    recipe: Path | str, *arguments: str, cwd: Path | None = None
-) -> subprocess.CompletedProcess[str]:
+def train_here(recipe: Path | str, *arguments: str, cwd: Path | None = None) -> Done:
     """Run the command in this process, which has already imported torch.
 
     The log is pytest's; an exception that the command lets go is the test's.
@@ -96,11 +88,10 @@ def train_here(
         os.chdir(before)
         sys.path.remove(str(place))
         for name in set(sys.modules) - modules:  # the next test may have others
-            if place != ROOT and str(getattr(sys.modules[name], "__file__", "")).startswith(
-                f"{place}{os.sep}"
-            ):
+            file = str(getattr(sys.modules[name], "__file__", ""))
+            if place != ROOT and file.startswith(f"{place}{os.sep}"):
                 del sys.modules[name]
-    return subprocess.CompletedProcess([str(recipe), *arguments], status, out.getvalue(), err.getvalue())
+    return Done([str(recipe), *arguments], status, out.getvalue(), err.getvalue())
 
 
 def json_lines(path: Path) -> list[Any]:

@@ -190,9 +190,7 @@ def test_all_mistakes_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) 
         ("--runs.gdpo.init smopd", "runs.gdpo.init: 'smopd' is no earlier run, expected one of ['base']"),
     ],
 )
-def test_a_mistake_on_the_command_line(
-    folder: Path, capsys: pytest.CaptureFixture[str], words: str, line: str
-) -> None:
+def test_a_mistake_on_the_command_line(folder: Path, capsys, words: str, line: str) -> None:
     (folder / "tiny.yaml").write_text(RECIPE + "seed: 5\nopd: {kappa: 4}\n")
     (said,) = mistakes(capsys, "tiny.yaml", *words.split())
     assert said.startswith(f"command line: {line}")
@@ -288,9 +286,7 @@ def test_help_names_every_section_and_setting(capsys: pytest.CaptureFixture[str]
         print_section("studnet")
 
 
-def test_one_rank_speaks_for_a_node(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_rank_speaks_for_a_node(folder: Path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert mistakes(capsys, "tiny.yaml", "--opd.kapa", "3") == []
 

@@ -95,6 +95,7 @@ VLLM = "--rollout.engine vllm --rollout.vllm.engine_kwargs"
         (f"{GATE} --opd.gate.floor 0.6", "opd.gate.floor: got 0.6, expected at most 1 / 2 teachers"),
         (f"{GATE} --rewards.0.range 0 1", "rewards.1.range: the gate needs [lo, hi] or batch for 'b'"),
         ("--opd.divergence reverse_kl_sampled --opd.target m:f", "opd.target: got m:f, which opd.divergence"),
+        ("--student.schedule cosin", 'student.schedule: got "cosin", expected constant|linear|cosine|pack'),
         ("--merge.method product", "merge.method: product was removed; use merge.method weights"),
     ],
 )

@@ -33,9 +33,7 @@ def teachers(recipe: str) -> list[str]:
 
 
 @pytest.mark.parametrize("recipe", builtin())
-def test_every_recipe_resolves_and_is_listed(
-    recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_recipe_resolves_and_is_listed(recipe: str, capsys, monkeypatch) -> None:
     assert recipe in (*STEPS, *WITHOUT_A_TABLE)
     command = parse([recipe, "--dry-run", "--show-settings"])
     text = describe(command)

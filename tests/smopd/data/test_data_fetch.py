@@ -53,14 +53,11 @@ def left(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize(
-    ("content", "known"),
-    [(CONTENT, one_file()), (b"hello\n", one_file(sha256=None, git_sha1=GIT_SHA1))],
-    ids=["sha256", "git"],
-)
-def test_a_file_is_fetched_once_and_a_flipped_byte_refused(
-    upstream: Path, tmp_path: Path, content: bytes, known: DataSet
-) -> None:
+KNOWN = [(CONTENT, one_file()), (b"hello\n", one_file(sha256=None, git_sha1=GIT_SHA1))]
+
+
+@pytest.mark.parametrize(("content", "known"), KNOWN, ids=["sha256", "git"])
+def test_a_file_is_fetched_once_and_a_flipped_byte_refused(upstream, tmp_path, content, known) -> None:
     (upstream / "a.bin").write_bytes(content)
     assert fetching.fetch([known], tmp_path / "right") == ([], [])
     (upstream / "a.bin").write_bytes(bytes([content[0] ^ 1]) + content[1:])
@@ -75,9 +72,7 @@ def test_a_file_is_fetched_once_and_a_flipped_byte_refused(
     assert "delete it to download it again" in failure and there.read_bytes() == b"mine"
 
 
-def test_without_a_network_one_line_says_what_to_put_where(
-    upstream: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_network_one_line_says_what_to_put_where(upstream, tmp_path, monkeypatch, capsys) -> None:
     base = "http://127.0.0.1:1"
     monkeypatch.setenv("SMOPD_DATA", str(tmp_path))
     monkeypatch.setenv("SMOPD_DATA_MIRROR", base)
@@ -119,9 +114,7 @@ def test_a_file_that_is_absent_or_of_no_public_source_stops_no_other(upstream: P
     assert "no public file is known" in message and str(tmp_path / "data/one/rows.jsonl.gz") in message
 
 
-def test_the_list_says_what_is_here_and_a_wrong_name_what_there_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_list_says_what_is_here_and_a_wrong_name_what_there_is(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("SMOPD_DATA", str(tmp_path))
     for file in (*catalogue()["api_bank"].files[:2], *catalogue()["tokenizer"].files):
         (tmp_path / file.path).parent.mkdir(exist_ok=True)
@@ -129,12 +122,9 @@ def test_the_list_says_what_is_here_and_a_wrong_name_what_there_is(
     assert command.main([]) == 0
     listed = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines() if line[:1].islower())
     assert set(listed) == set(catalogue())
-    for name, begin in (
-        ("api_bank", "partly (2 of 3 files), 2.0 MB, Apache-2.0, from github.com/qiancheng0/"),
-        ("tokenizer", "whole, 2.6 MB"),
-        ("snips", "absent, 4.7 MB, CC0"),
-    ):
-        assert listed[name].startswith(begin)
+    partly = "partly (2 of 3 files), 2.0 MB, Apache-2.0, from github.com/qiancheng0/"
+    begins = {"api_bank": partly, "tokenizer": "whole, 2.6 MB", "snips": "absent, 4.7 MB, CC0"}
+    assert all(listed[name].startswith(begin) for name, begin in begins.items()), listed
     assert command.main(["fetch", "rla"]) == 2
     assert capsys.readouterr().err == "smopd.data: no data set 'rla'; did you mean rlla?\n"
 
@@ -149,9 +139,8 @@ def test_the_folder_is_the_variable_s_or_the_user_s_cache(monkeypatch: pytest.Mo
 def test_a_short_name_is_a_path_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SMOPD_DATA", str(tmp_path))
     absent = "`python -m smopd.data fetch safe` fetches it, or SMOPD_DATA .* names another folder$"
-    with pytest.raises(
-        FileNotFoundError, match=f"^safe/alpaca_test is absent: no {tmp_path}/safe/.*; {absent}"
-    ):
+    absent = f"^safe/alpaca_test is absent: no {tmp_path}/safe/.*; {absent}"
+    with pytest.raises(FileNotFoundError, match=absent):
         load_rows("safe/alpaca_test")  # no hub id
     (tmp_path / "safe").mkdir()
     (tmp_path / "safe/alpaca_prompt_only_test.jsonl.gz").write_bytes(b"")

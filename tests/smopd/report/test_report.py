@@ -47,20 +47,13 @@ def test_report_is_self_contained_and_escapes_everything(tmp_path: Path) -> None
         console.print(table([Row(EVIL, "r", {"x": 1.0})], ["x", "y"]))
     assert EVIL in capture.get() and "1.000" in capture.get() and " - " in capture.get()
     line = {f"reward/{EVIL}/mean": 1.0, "kl": 0.1, "seconds/rollout": 2.0}
-    report = Report(
-        title=EVIL + "@BODY",
-        facts={EVIL: EVIL},
-        rewards=[EVIL],
-        caption=EVIL + "\x1b[31m\n\nsecond",
-        rows=[Row(EVIL, EVIL, {EVIL: 1.0})],
-        columns=[EVIL],
-        settings_yaml=f"name: {EVIL}",
-        metrics={EVIL: [{"step": 1, **line}, {"step": 2, **line}]},
-        samples={EVIL: [{"step": 1, "prompt": EVIL, "response": EVIL + "\ud800", "rewards": {EVIL: -3e-18}}]},
-        tokens={EVIL: [{"step": 2, "teachers": [EVIL, "two"], "prompt": EVIL, "tokens": [TOKEN]}]},
-        teachers=[EVIL, "two"],
-    )
-    page = Page(tmp_path / "report.html", report)
+    own = {"rows": [Row(EVIL, EVIL, {EVIL: 1.0})], "columns": [EVIL], "settings_yaml": f"name: {EVIL}"}
+    own |= {"rewards": [EVIL], "caption": EVIL + "\x1b[31m\n\nsecond", "teachers": [EVIL, "two"]}
+    samples = [{"step": 1, "prompt": EVIL, "response": EVIL + "\ud800", "rewards": {EVIL: -3e-18}}]
+    tokens = [{"step": 2, "teachers": [EVIL, "two"], "prompt": EVIL, "tokens": [TOKEN]}]
+    lines = {"metrics": [{"step": 1, **line}, {"step": 2, **line}], "samples": samples, "tokens": tokens}
+    own |= {kind: {EVIL: value} for kind, value in lines.items()}
+    page = Page(tmp_path / "report.html", Report(EVIL + "@BODY", facts={EVIL: EVIL}, **own))
     assert page.seen.count(EVIL) >= 23 and "\x1b" not in page.source
     assert f"{EVIL} 0\n" in page.seen
     for tag, attributes in page.tags:

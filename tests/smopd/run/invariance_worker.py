@@ -56,11 +56,8 @@ RESAMPLED = {"rollout": {"resample": 2}}
 LORA = {"lora": Lora(rank=4, alpha=8.0)}
 ZERO_2 = {"strategy": "deepspeed", "zero_stage": 2}
 # without the threshold DeepSpeed would not shard parameters this small
-ZERO_3 = {
-    "strategy": "deepspeed",
-    "zero_stage": 3,
-    "deepspeed_config": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
-}
+SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+ZERO_3 = {"strategy": "deepspeed", "zero_stage": 3, "deepspeed_config": SHARDED}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}  # student.offload_optimizer sets it only on a GPU
 # name: packing, changed settings, changed TrainSettings (and `tied`)
 VARIANTS = {
@@ -140,10 +137,8 @@ class FixedRewarder:
     flat: bool = False
 
     def score(self, prompts, rollouts, step, *, check=True):
-        values = [
-            (float(rollout.response_ids.sum() % 13) / 2 - 3, float(rollout.response_ids[0] % 4 == 0))
-            for rollout in rollouts
-        ]
+        ids = [rollout.response_ids for rollout in rollouts]
+        values = [(float(each.sum() % 13) / 2 - 3, float(each[0] % 4 == 0)) for each in ids]
         rewards_RK = torch.tensor(values, dtype=torch.float64).reshape(len(rollouts), 2)
         rewards_RK[rewards_RK[:, 0] == 1.5, 0] = torch.nan
         if self.flat:
@@ -170,33 +165,23 @@ def gradient(student: Student, parameter: torch.nn.Parameter) -> torch.Tensor:
 
 def prompt_set() -> PromptSet:
     rng = np.random.default_rng(5)
-    prompts = tuple(
-        Prompt(i, "", tuple(rng.integers(2, VOCABULARY, rng.integers(1, 9)).tolist()), {})
-        for i in range(PROMPTS)
-    )
+    ids = [tuple(rng.integers(2, VOCABULARY, rng.integers(1, 9)).tolist()) for _ in range(PROMPTS)]
+    prompts = tuple(Prompt(i, "", each, {}) for i, each in enumerate(ids))
     return PromptSet(len(prompts), prompts.__getitem__, PROMPTS)
 
 
-def train(
-    folder: Path, device: torch.device, packing: Packing = PACKED, changes=None, options=None
-) -> list[dict]:
+def train(folder: Path, device: torch.device, packing=PACKED, changes=None, options=None) -> list[dict]:
     """Run the loop on fixed responses, and return a record of each update."""
     options = options or {}
     settings = settings_of("student", runs={"student": {"set": changes or {}}})
-    fixed = {
-        "learning_rate": 1e-2,
-        "max_grad_norm": 1e9,
-        "adam_eps": 1e-2,  # so that updates depend on the scale of the gradient
-        "compute_dtype": "float32",
-    }
+    fixed = {"learning_rate": 1e-2, "max_grad_norm": 1e9, "compute_dtype": "float32", **dict(packing)}
+    fixed["adam_eps"] = 1e-2  # so that updates depend on the scale of the gradient
     given = {key: value for key, value in options.items() if key != "tied"}
     if "deepspeed_config" in given:
         file = folder.with_name(f"{folder.name}_{distributed.rank()}.json")
         file.write_text(json.dumps(given["deepspeed_config"]))
         given["deepspeed_config"] = str(file)
-    student = Student(
-        tiny_model(tied=options.get("tied", False)), TrainSettings(**dict(packing), **fixed | given), device
-    )
+    student = Student(tiny_model(tied="tied" in options), TrainSettings(**fixed | given), device)
     updates: list[dict] = []
     strategy = student.strategy
     plain_step, plain_update = strategy.step, student.update
@@ -214,9 +199,8 @@ def train(
 
     def update(*args):
         result = plain_update(*args)
-        terms = torch.stack(
-            [getattr(result.stats, term) for term in ("pg_loss", "kl_loss", "entropy", "reverse_loss")]
-        )
+        names = ("pg_loss", "kl_loss", "entropy", "reverse_loss")
+        terms = torch.stack([getattr(result.stats, name) for name in names])
         updates[-1] |= {"terms": distributed.all_reduce(terms), "grad_norm": result.grad_norm}
         return result
 
@@ -230,18 +214,9 @@ def run_loop(folder: Path, settings: Settings, student: Student, **own) -> None:
     """Train on fixed responses; `own` replaces components of the Run."""
     fixed = {"rollouts": FixedRollouts(), "prompts": prompt_set()}
     fixed["rewarder"] = FixedRewarder(flat=settings.rollout.resample > 0)
+    fixed |= {"checkpoints": Checkpoints(folder / "checkpoints", 1), "weights": [0.5, 0.5], "held_out": None}
     with Recorder(folder, folder.name, settings, Numbers()) as recorder:
-        optimise(
-            Run(
-                settings=settings,
-                weights=[0.5, 0.5],
-                held_out=None,
-                student=student,
-                checkpoints=Checkpoints(folder / "checkpoints", 1),
-                recorder=recorder,
-                **fixed | own,
-            )
-        )
+        optimise(Run(settings=settings, student=student, recorder=recorder, **fixed | own))
 
 
 def run(folder: Path, ranks: int, names) -> dict[str, list[dict]]:

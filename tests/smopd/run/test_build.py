@@ -26,31 +26,22 @@ LIMIT = 4096
 
 
 def test_runs_share_an_engine() -> None:
-    runs = {
-        "short": {"stage": "train", "set": {"rollout": {"max_new_tokens": 64}}},
-        "long": {"stage": "train", "set": {"rollout": {"max_new_tokens": 128}}},
-        "adapter": {"stage": "train", "set": {"student": {"lora": {"rank": 8}}}},
-    }
+    own = [{"rollout": {"max_new_tokens": n}} for n in (64, 128)] + [{"student": {"lora": {"rank": 8}}}]
+    runs = {f"run{i}": {"stage": "train", "set": each} for i, each in enumerate(own)}
     changes = {"data": {"max_prompt_tokens": 100}, "rollout": {"engine": "vllm", "max_new_tokens": 16}}
     recipe = settings_of(**changes, runs=runs)
     made = [rollout_settings(recipe.resolved(name), recipe, LIMIT) for name in runs]
     assert made == [made[0]] * 3 and made[0].max_model_len == 100 + 128
 
 
-@pytest.fixture
-def tokenizers(tmp_path):
-    """The tokenizer, its words, and a function that saves a tokenizer of other words."""
-    words = toy_world.vocabulary()
+def test_a_teachers_tokenizer_is_the_students(caplog, tmp_path):
+    words = list(toy_world.vocabulary())
+    own = world_tokenizer(words)
 
     def saved(*others: str) -> str:
         world_tokenizer(others).save_pretrained(tmp_path / "other")
         return str(tmp_path / "other")
 
-    return world_tokenizer(words), list(words), saved
-
-
-def test_a_teachers_tokenizer_is_the_students(tokenizers, caplog, tmp_path):
-    own, words, saved = tokenizers
     for others in (words, [*words, "one-more"], words[:-1]):
         build.require_tokenizer(own, saved(*others))
     assert caplog.text == ""
@@ -102,21 +93,17 @@ def test_arguments_of_vllm_reach_its_engine_and_what_we_plan_with_is_known() -> 
             settings_of(**wrong)
 
 
-@pytest.mark.parametrize(
-    ("section", "field", "known"),
-    [
+def test_the_names_of_a_setting_are_those_of_its_registry():
+    """An import path may stand for any name."""
+    for section, field, known in (
         (Advantage, "estimator", ESTIMATORS),
         (Opd, "target", MIXTURES),
         (TrainSettings, "optimizer", OPTIMIZERS),
         (TrainSettings, "schedule", SCHEDULES),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_the_names_of_a_setting_are_those_of_its_registry(section, field, known):
-    """An import path may stand for any name."""
-    kinds = get_args(section.model_fields[field].annotation)
-    names = next(get_args(kind) for kind in kinds if get_origin(kind) is Literal)
-    assert set(names) - {"auto"} == set(known)
+    ):
+        kinds = get_args(section.model_fields[field].annotation)
+        names = next(get_args(kind) for kind in kinds if get_origin(kind) is Literal)
+        assert set(names) - {"auto"} == set(known), field
 
 
 def test_versions_newer_than_tested_are_named(monkeypatch):

@@ -14,9 +14,8 @@ NAMESPACE = ["unshare", "--mount", *([] if os.getuid() == 0 else ["--user", "--m
 
 def in_a_namespace(command: str) -> subprocess.CompletedProcess[str]:
     """Run a shell command with private mounts."""
-    return subprocess.run(
-        [*NAMESPACE, "sh", "-c", command], cwd=ROOT, env=environment(), capture_output=True, text=True
-    )
+    words = [*NAMESPACE, "sh", "-c", command]
+    return subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True)
 
 
 FILLED = """
@@ -48,6 +47,14 @@ def mount(option):
 def limit(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
+def refused(name, write, said):
+    try:
+        write()
+    except CannotWrite as error:
+        assert f"{disk}/" in str(error) and said in str(error), error
+    else:
+        raise AssertionError(f"{name} was written: {said}")
+
 with distributed.process_group() as device:
     model, tokenizer = world_model(0)
     student = Student(model, TrainSettings(compute_dtype="float32"), device)
@@ -63,12 +70,7 @@ with distributed.process_group() as device:
     for name, write in written.items():
         for free in (0, 1 << 14, 250_000) if name[0] in "es" else (0, 1 << 14):
             leave(free)
-            try:
-                write()
-            except CannotWrite as error:
-                assert f"{disk}/" in str(error) and f"{name}: no space left on the disk" in str(error), error
-            else:
-                raise AssertionError(f"{name} was written into {free} bytes")
+            refused(name, write, f"{name}: no space left on the disk")
             filler.unlink()
             log.cut(1)
         write()
@@ -78,12 +80,7 @@ with distributed.process_group() as device:
     }.items():
         change(refuse)
         for name, write in written.items():
-            try:
-                write()
-            except CannotWrite as error:
-                assert f"{disk}/" in str(error) and f"cannot be written ({reason})" in str(error), error
-            else:
-                raise AssertionError(f"{name} was written: {reason}")
+            refused(name, write, f"cannot be written ({reason})")
         change(allow)
         log.cut(1)
     assert checkpoints.restore(student)[0] == 1

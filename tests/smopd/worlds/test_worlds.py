@@ -3,15 +3,14 @@
 import hashlib
 import json
 
-import pytest
 import torch
 from transformers import AutoTokenizer
 
 from smopd.config.cli import read_settings
 from smopd.rewards.rlla import accuracy_reward, format_reward
 from smopd.worlds import toy_world
-from smopd.worlds.models import world_model
-from tests.ranks import ROOT
+from smopd.worlds.models import world_model, world_tokenizer
+from tests.smopd.recipes import ROOT, save_world
 
 DIGESTS = ["87a2a9b7b54d622f", "b9c3532cad9f0845", "18701403d2b76143"]
 
@@ -46,31 +45,19 @@ def test_the_recipe_of_the_benchmark_makes_its_model():
     assert model.num_parameters() == 494_032_768  # Qwen2.5-0.5B's
 
 
-def user(text):
-    return [{"role": "user", "content": text}]
-
-
-def chat_ids(tokenizer, messages):
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-
-
-@pytest.fixture(scope="module")
-def world():
-    return world_model(0)
-
-
-def test_texts_of_the_world_are_decoded_exactly_also_by_what_is_saved(world, tmp_path):
-    for part in world:
-        part.save_pretrained(tmp_path)
-    tokenizers = (world[1], AutoTokenizer.from_pretrained(tmp_path))
+def test_texts_of_the_world_are_decoded_exactly_also_by_what_is_saved(tmp_path):
+    save_world(tmp_path)
+    tokenizers = (world_tokenizer(toy_world.vocabulary()), AutoTokenizer.from_pretrained(tmp_path))
     rows = toy_world.demonstrations(1000, seed=2, format_rate=0.1)
     texts = [row["completion"] for row in rows] + [row["ground_truth"] for row in rows]
     first, again = ([[*ids, used.eos_token_id] for ids in used(texts)["input_ids"]] for used in tokenizers)
     assert first == again
     assert tokenizers[1].batch_decode(first, skip_special_tokens=True) == texts
     for used in tokenizers:
-        tokens = used.convert_ids_to_tokens(chat_ids(used, user("call anna please")))
+        asked = [{"role": "user", "content": "call anna please"}]
+        ids = used.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+        tokens = used.convert_ids_to_tokens(ids)
         assert tokens == ["<|user|>", "call", "anna", "please", "<|assistant|>"]
-        turns = [{"role": "system", "content": "play"}, *user("call"), {"role": "assistant", "content": "I"}]
-        text = used.apply_chat_template(turns, tokenize=False)
+        spoken = {"system": "play", "user": "call", "assistant": "I"}.items()
+        text = used.apply_chat_template([{"role": r, "content": c} for r, c in spoken], tokenize=False)
         assert text == "<|system|>play<|user|>call<|assistant|>I<eos>"
