@@ -5,7 +5,6 @@ compiler would make the same again. Nothing is downloaded: every environment see
 transformers.
 """
 
-import json
 import os
 import re
 import shutil
@@ -20,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import smopd
-from tests.ranks import ROOT
+from tests.smopd.recipes import ROOT, json_lines
 
 pytestmark = pytest.mark.slow
 
@@ -59,14 +58,6 @@ def sources() -> list[Path]:
     return sorted({Path(name) for name in names if name and os.path.lexists(ROOT / name)})
 
 
-def copy_sources(folder: Path) -> Path:
-    """Copy the sources with links, without build products, and return the folder."""
-    for path in sources():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / path, folder / path, follow_symlinks=False)
-    return folder
-
-
 def bare_environment(folder: Path) -> Path:
     """Return the Python of a new environment with the same packages, except editable installs."""
     venv.create(folder, with_pip=False, symlinks=True)
@@ -77,23 +68,25 @@ def bare_environment(folder: Path) -> Path:
 
 def bare_variables(home: Path) -> dict[str, str]:
     """Return the environment variables of a new user with an empty home."""
-    home.mkdir(exist_ok=True)
     machine = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
     kept = {name: value for name, value in os.environ.items() if name in machine}
     return {**kept, "HOME": str(home), "XDG_CACHE_HOME": str(home / "cache"), "OMP_NUM_THREADS": "1"}
 
 
-def packages(python: Path | str, cwd: Path, **environment: str) -> set[Path]:
+def packages(cwd: Path, **environment: str) -> set[Path]:
     """Return the package folders that a new process in `cwd` imports from."""
-    done = run(python, "-c", IMPORT, cwd=cwd, **environment)
-    files = [Path(line) for line in done.stdout.splitlines()]
+    files = map(Path, run(sys.executable, "-c", IMPORT, cwd=cwd, **environment).stdout.splitlines())
     return {file.parent if file.name == "ops.py" else file.parents[1] for file in files}
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the sources in a path with a space, without build products."""
-    return copy_sources(tmp_path_factory.mktemp("check out"))
+    """A copy of the sources with links, in a path with a space, without build products."""
+    folder = tmp_path_factory.mktemp("check out")
+    for path in sources():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / path, folder / path, follow_symlinks=False)
+    return folder
 
 
 COMPILE = f'#!/bin/sh\nexec {COMPILER} "$@" -O0\n'  # half the time
@@ -131,19 +124,14 @@ def wheel(built: Path) -> Path:
 
 def modules_in(folder: Path) -> set[str]:
     """Return the files of the package by their path in it."""
-    found = set()
-    for name in ROOMS:
-        prefix = Path() if name == "smopd" else Path("smopd")
-        for path in (folder / name).rglob("*"):
-            kinds = {".py", ".yaml", ".csv", ".txt", ".html", ".md"}
-            shipped = path.suffix in kinds or path.name == "py.typed"
-            if shipped:
-                found.add(str(prefix / path.relative_to(folder)))
-    return found
+    kinds = {".py", ".yaml", ".csv", ".txt", ".html", ".md", ".typed"}
+    paths = [path for room in ROOMS for path in (folder / room).rglob("*") if path.suffix in kinds]
+    inside = [path.relative_to(folder) for path in paths]
+    return {str(path if path.parts[0] == "smopd" else "smopd" / path) for path in inside}
 
 
 def test_a_clone_that_is_not_installed(checkout: Path) -> None:
-    assert packages(sys.executable, checkout) == {checkout / "smopd"}
+    assert packages(checkout) == {checkout / "smopd"}
 
 
 def test_the_wheel_is_complete_and_changes_no_other_program(wheel: Path, checkout: Path) -> None:
@@ -212,12 +200,13 @@ def test_a_wheel_on_a_strangers_machine(wheel: Path, tmp_path: Path) -> None:
     (outside / "small.yaml").write_text(f"extends: quickstart\n{SMALL}")
     mine = ("--rewards.1.function", "mine:ones", "--only", "gdpo", "--output", "out", "--processes", "1")
     words = [str(python), "-c", COMMAND, str(python.with_name("smopd")), "train", "small.yaml", *mine]
+    (tmp_path / "home").mkdir()
     variables = bare_variables(tmp_path / "home")
     done = subprocess.run(words, cwd=outside, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     resolved, served, *_ = done.stdout.splitlines()
     assert resolved.split() == recipes and served == ("cpp" if has_compiler() else "reference")
-    lines = [json.loads(line) for line in (outside / "out/gdpo/metrics.jsonl").read_text().splitlines()]
+    lines = json_lines(outside / "out/gdpo/metrics.jsonl")
     assert [line["reward/format/mean"] for line in lines if "loss/pg" in line] == [1, 1]
     assert (outside / "out" / "report.html").is_file()
 
@@ -232,7 +221,7 @@ def test_without_a_compiler_the_reference_serves_unless_the_extension_is_demande
     done = run(*pip, cwd=tmp_path, **no_compiler)
     assert "smopd._C was not built" in done.stdout + done.stderr
     assert not list(target.rglob("_C*.so"))
-    assert packages(sys.executable, tmp_path, PYTHONPATH=str(target)) == {target / "smopd"}
+    assert packages(tmp_path, PYTHONPATH=str(target)) == {target / "smopd"}
 
 
 NEEDS = """

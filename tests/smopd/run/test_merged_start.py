@@ -63,7 +63,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def placed(folder: Path, taught: Path, name: str = "out", **merge: Any) -> tuple[Path, Path]:
     """A recipe whose student starts from a merge, and a run directory with its teachers."""
-    own = {"merge": {**deepcopy(MERGE), **merge, "method": "weights"}, "loop": {"steps": 2}}
+    own = {"merge": {**deepcopy(MERGE), **merge, "method": "weights"}, "loop": {"steps": 1}}
     (folder / "two_rewards.py").write_text(REWARDS)
     recipe = write_recipe(folder, TAUGHT | {"runs": {"student": {"set": own}}})
     shutil.copytree(taught, folder / name)
@@ -104,14 +104,12 @@ def test_a_guarded_start_is_the_best_of_its_table(guarded: tuple[Path, str]) -> 
     assert views and all(len(token["log_ratios"]) == 2 for tokens in views for token in tokens)
     assert "(this model)" in (out / "student/export/README.md").read_text()
     page = (out / "report.html").read_text()
-    assert '"Total steps">14<' in page and "smopd train " in page
+    assert '"Total steps">13<' in page and "smopd train " in page
     assert f"{table['chosen']}: taken" in page and "18 rollouts of training prompts each" in page
     assert "base: lacks 100% of what format_teacher gained" in page
 
 
-def test_a_stopped_guard_resumes(
-    place: Callable[..., tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_guard_resumes(place, monkeypatch) -> None:
     strict = deepcopy(MERGE["models"])
     strict[0]["max_regression"] = 1  # no sum passes: both levels are tried, and the nearest is chosen
     recipe, whole = place("whole", models=strict)
@@ -145,9 +143,7 @@ def test_a_stopped_guard_resumes(
 
 
 @pytest.mark.slow
-def test_two_ranks_share_the_rollouts_and_agree(
-    place: Callable[..., tuple[Path, Path]], guarded: tuple[Path, str]
-) -> None:
+def test_two_ranks_share_the_rollouts_and_agree(place, guarded: tuple[Path, str]) -> None:
     one, (recipe, two) = guarded[0], place("two")
     done = train(recipe, "--output", "two", "--only", "student", ranks=2)
     assert done.returncode == 0, done.stderr
