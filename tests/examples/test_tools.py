@@ -8,27 +8,24 @@ from smopd.worlds import toy_world
 from tests.ranks import ROOT
 
 
-@pytest.mark.parametrize(
-    ("change", "task", "form"),
-    [
-        (lambda call, report: [call, report], 1.0, 1.0),
-        (lambda call, report: [call, f"Done.{report[10:-11]}"], 1.0, 0.0),
-        (lambda call, report: [call, "<response>0</response>"], 0.5, 1.0),
-        (lambda call, report: [call.partition("\n")[2], report], 1.0, 0.0),
-        (lambda call, report: [report], 0.0, 0.0),
-    ],
-)
-def test_rewards(change, task, form):
+def test_rewards():
     for row in toy_world.prompts(4, seed=0):
-        truth = row["ground_truth"]
-        result = world.result_of(truth)
+        call, result = row["ground_truth"], world.result_of(row["ground_truth"])
         assert 1 <= int(result or 0) <= world.RESULTS
-        spoken = []
-        for text in change(truth, f"<response>{result}</response>"):
-            spoken.append({"role": "assistant", "content": text})
-            spoken += world.Service().answer(None, spoken[-1]) or []
-        assert world.task([spoken], ground_truth=[truth]) == [pytest.approx(task)]
-        assert world.form([spoken], ground_truth=[truth]) == [form]
+        report = f"<response>{result}</response>"
+        for texts, task, form in (
+            ([call, report], 1.0, 1.0),
+            ([call, f"Done.{result}"], 1.0, 0.0),
+            ([call, "<response>0</response>"], 0.5, 1.0),
+            ([call.partition("\n")[2], report], 1.0, 0.0),
+            ([report], 0.0, 0.0),
+        ):
+            spoken = []
+            for text in texts:
+                spoken.append({"role": "assistant", "content": text})
+                spoken += world.Service().answer(None, spoken[-1]) or []
+            assert world.task([spoken], ground_truth=[call]) == [pytest.approx(task)]
+            assert world.form([spoken], ground_truth=[call]) == [form]
 
 
 def test_the_recipe_reads_and_its_demonstrations_have_two_turns():

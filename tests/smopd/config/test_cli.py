@@ -181,10 +181,7 @@ def test_all_mistakes_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) 
         ("--seed.x 3", "seed.x: seed is 5, not a section"),
         ("--opd.product.x 1", f"opd.product: {ANSWERS['opd.product']}"),
         ("--opd.support product", "opd.support: product was removed; use merge.method weights, which did"),
-        (
-            "--runs.gdpo.merge.method weights",
-            "runs.gdpo.merge: no such setting; did you mean runs.gdpo.set.m",
-        ),
+        ("--runs.gdpo.merge.method weights", "runs.gdpo.merge: no such setting; did you mean runs.gdpo.set"),
         ("--only gpdo", "--only: 'gpdo' is no run; did you mean gdpo?; there are ['gdpo', 'format_teacher'"),
         ("--only gdpo --stage merge", "--stage merge with --only gdpo: tiny.yaml has no such run"),
         ("--runs.gdpo.init smopd", "runs.gdpo.init: 'smopd' is no earlier run, expected one of ['base']"),

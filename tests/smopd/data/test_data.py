@@ -207,16 +207,11 @@ def test_a_function_is_called_with_kwargs_and_one_that_does_not_fit_is_named():
 def test_prompts_carry_template_content_and_columns(write, tokenizer):
     prompts = load_prompts(write([*ROWS, {"prompt": CHAT, "label": 2}]), tokenizer)
     assert len(prompts) == prompts.rows == 3
-    assert [(prompt.index, dict(prompt.columns)["label"]) for prompt in prompts] == [
-        (0, 1),
-        (1, None),
-        (2, 2),
-    ]
+    assert [(each.index, each.columns["label"]) for each in prompts] == [(0, 1), (1, None), (2, 2)]
     assert (prompts[0].content, prompts[2].content) == ("call anna please", tuple(CHAT))
     shown = [tokenizer.decode(list(prompts[i].token_ids)) for i in (0, 2)]
-    assert shown == [
-        f"{text}<|assistant|>" for text in ("<|user|>callannaplease", "<|system|>play<|user|>callanna")
-    ]
+    texts = ("<|user|>callannaplease", "<|system|>play<|user|>callanna")
+    assert shown == [f"{text}<|assistant|>" for text in texts]
 
 
 def test_a_chat_begins_once(write):
@@ -339,16 +334,10 @@ def test_evaluation_prompts_have_a_limit_of_their_own_and_are_never_dropped(writ
         ({"prompt": []}, r"row 1: column 'prompt': the last message is empty, expected a text"),
         ({"promt": "a"}, r"row 1: no column 'prompt'; did you mean promt\?; there are 'promt'"),
         ({"prompt": ["call"]}, "row 1: column 'prompt': message 0 is 'call', expected an object with a"),
-        (
-            {"prompt": [{**CHAT[1], "content": [{"type": "image"}]}]},
-            "message 0 has the part .*'image'.* expec",
-        ),
+        ({"prompt": [{**CHAT[1], "content": [{"type": "image"}]}]}, "message 0 has the part .*'image'.*, e"),
         ({"prompt": "a", "tools": "[3]"}, r"row 1: tools is '\[3\]', expected a list of JSON"),
         ({"prompt": "a", "tools": "[" * 100_000}, r"row 1: tools is '\[\[.*expected a list of JSON"),
-        (
-            {"prompt": "a", "chat_template_kwargs": [1]},
-            r"row 1: chat_template_kwargs is '\[1\]', expected an",
-        ),
+        ({"prompt": "a", "chat_template_kwargs": [1]}, r"row 1: chat_template_kwargs is '\[1\]', expected"),
         ({"prompt": [{**CHAT[1], "content": None}]}, "message 0 is .*expected texts role and content"),
         ({"prompt": "a", "training_step": 1}, "row 1: got the column 'training_step', expected another name"),
         ({"prompt": "a \ud800 b"}, r"row 1: column 'prompt' has '\\ud800' at 2, half of a pair"),

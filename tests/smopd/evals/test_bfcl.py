@@ -69,18 +69,15 @@ def test_true_calls_are_correct_and_changed_ones_wrong() -> None:
     assert not any(score["correct"] for score in suite.score([block(*each) for each in wrong]))
 
 
-@pytest.mark.parametrize(
-    ("kind", "category", "right", "wrong"),
-    [
+def test_values_are_read_in_their_language() -> None:
+    for kind, category, right, wrong in (
         ("long", "simple_java", "5L", 5),
         ("Bigint", "simple_javascript", "5n", 5),
         ("integer", "simple_python", 5, "5"),
-    ],
-)
-def test_values_are_read_in_their_language(kind: str, category: str, right: Any, wrong: Any) -> None:
-    described, answers = [function("f", n=parameter(kind))], [{"f": {"n": [5]}}]
-    assert find_mistake(described, [Call("f", {"n": right})], answers, category) is None
-    assert find_mistake(described, [Call("f", {"n": wrong})], answers, category) is not None
+    ):
+        described, answers = [function("f", n=parameter(kind))], [{"f": {"n": [5]}}]
+        assert find_mistake(described, [Call("f", {"n": right})], answers, category) is None, kind
+        assert find_mistake(described, [Call("f", {"n": wrong})], answers, category) is not None, kind
 
 
 def test_values_that_break_the_checker_or_take_it_minutes_are_wrong_at_once() -> None:
@@ -144,22 +141,19 @@ def test_options_build_the_suite(folder: Path) -> None:
     assert [score["correct"] for score in part.score([responses[2], responses[0]])] == [True, True]
 
 
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
+def test_mistakes_are_one_line(folder: Path) -> None:
+    with (folder / "BFCL_v4_irrelevance.json").open("a") as lines:
+        lines.write('{"id": 1}\n')
+    for change, error in (
         ({}, "irrelevance.json: a row here or in possible_answer has no 'question'"),
         ({"data": Path("nowhere")}, "BFCL_v4_simple_python.json"),
         ({"categories": ("simple",)}, "--categories: got 'simple', expected some of simple_python"),
         ({"multi_turn_scores": Path("nowhere")}, "scores nowhere: has no BFCL_v4_multi_turn"),
-    ],
-)
-def test_mistakes_are_one_line(folder: Path, change: dict[str, Any], error: str) -> None:
-    with (folder / "BFCL_v4_irrelevance.json").open("a") as lines:
-        lines.write('{"id": 1}\n')
-    options = Bfcl(**{"data": folder, "categories": CHOSEN, **change})
-    with pytest.raises((ValueError, FileNotFoundError)) as raised:
-        options.suite()
-    assert error in str(raised.value) and "\n" not in str(raised.value)
+    ):
+        options = Bfcl(**{"data": folder, "categories": CHOSEN, **change})
+        with pytest.raises((ValueError, FileNotFoundError)) as raised:
+            options.suite()
+        assert error in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_prompts_have_the_protocols_shapes() -> None:

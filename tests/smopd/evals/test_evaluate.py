@@ -91,18 +91,15 @@ def test_every_response_is_kept_with_its_scores(data, tmp_path):
 )
 def test_a_mistake_is_one_line(data, tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
-    write_lines(tmp_path / "one.jsonl", [{"response": "a"}])
-    write_lines(tmp_path / "keys.jsonl", [{"response": "a"}, {"answer": "a"}])
-    write_lines(tmp_path / "number.jsonl", [3])
+    one, keyed = {"response": "a"}, [{"response": "a", "key": key} for key in ("0", "7")]
+    files = {"one": [one], "keys": [one, {"answer": "a"}], "number": [3], "empty": [], "strange": keyed}
+    files |= {"twice": [keyed[0]] * 2, "truth": [row("<tool_call>\n{\n</tool_call>")]}
+    for name, rows in files.items():
+        write_lines(tmp_path / f"{name}.jsonl", rows)
     (tmp_path / "torn.jsonl").write_text('{"response": "a"}\n{"respon')
-    (tmp_path / "empty.jsonl").write_text("")
-    write_lines(tmp_path / "truth.jsonl", [row("<tool_call>\n{\n</tool_call>")])
-    write_lines(tmp_path / "twice.jsonl", [{"response": "a", "key": "0"}] * 2)
-    write_lines(tmp_path / "strange.jsonl", [{"response": "a", "key": key} for key in ("0", "7")])
-    if "--data" not in arguments:
-        arguments = [*arguments, "--data", str(data)]
+    given = [] if "--data" in arguments else ["--data", str(data)]
     with pytest.raises(SystemExit) as ended:
-        evaluate.main(["rlla", *arguments])
+        evaluate.main(["rlla", *arguments, *given])
     error = capsys.readouterr().err
     assert ended.value.code == 2 and message in error and error.count("\n") == 1
     assert not (tmp_path / "runs").exists()

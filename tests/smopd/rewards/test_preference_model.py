@@ -110,15 +110,12 @@ def test_what_is_no_preference_model_is_one_line(model, tmp_path):
     mistake(ValueError, "has no chat template; expected one as `template`", tmp_path / "bare")
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    [
+def test_a_wrong_argument_is_named(model):
+    for settings, message in (
         ({"max_tokens": 0}, "max_tokens\n  Input should be greater than 0"),
         ({"max_tokens": 2048}, "max_tokens is 2048, expected at most 512"),
         ({"template": "no_such.jinja"}, "template no_such.jinja: no such file"),
         ({"prompts": [None] * 6}, r"prompts\[0\] is 'None', expected a text or chat messages"),
-    ],
-)
-def test_a_wrong_argument_is_named(model, settings, message):
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        reward(model[0], **settings)
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            reward(model[0], **settings)

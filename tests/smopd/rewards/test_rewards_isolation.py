@@ -161,10 +161,8 @@ def test_rewards_get_their_columns_and_are_kept_in_order():
 
 
 def test_rewards_run_at_once():
-    rewards = [
-        Reward(name=me, function="reward_functions:meets", kwargs={"me": me, "other": other})
-        for me, other in (("one", "two"), ("two", "one"))
-    ]
+    pairs = [{"me": "one", "other": "two"}, {"me": "two", "other": "one"}]
+    rewards = [Reward(name=each["me"], function="reward_functions:meets", kwargs=each) for each in pairs]
     with RewardPool(rewards, deadline_seconds=HANG_SECONDS) as pool:
         assert score(pool).rewards_RK.tolist() == [[1.0, 1.0], [1.0, 1.0]]
 

@@ -138,30 +138,24 @@ def test_what_cannot_be_read_scores_lowest(response):
     assert accuracy_of(response, TOOL_TRUTH, score_range=(-1.0, 1.0)) == -1.0
 
 
-@pytest.mark.parametrize(
-    ("truths", "options", "message"),
-    [
+def test_mistakes_in_the_data_are_named():
+    for truths, options, message in (
         ([], {}, "ground_truth has 0 entries, expected 1"),
         ([None], {}, r"ground_truth\[0\] is NoneType, expected str"),
         ([TOOL_TRUTH], {"score_range": (1, 1)}, r"score_range is \(1, 1\), expected \(lo, hi\) with lo < hi"),
         ([f"<tool_call>\n{CALL}"], {}, "malformed ground_truth"),
         ([block({"name": "find", "parameters": [1]})], {}, "malformed ground_truth"),
-    ],
-)
-def test_mistakes_in_the_data_are_named(truths, options, message):
-    with pytest.raises(ValueError, match=message):
-        accuracy_reward(["q"], ["a"], ground_truth=truths, **options)
+    ):
+        with pytest.raises(ValueError, match=message):
+            accuracy_reward(["q"], ["a"], ground_truth=truths, **options)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_extract_response():
+    header = "<|start_header_id|>{}<|end_header_id|>\n\n{}<|eot_id|>".format
+    for text in (
         "hello",
         "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\n<|endoftext|>",
         "<|im_start|>assistant\nfirst<|im_end|>\n<|im_start|>assistant\n hello <|im_end|>",
-        "<|start_header_id|>user<|end_header_id|>\n\nq<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\nhello<|eot_id|>",
-    ],
-)
-def test_extract_response(text):
-    assert extract_response(text) == "hello"
+        header("user", "q") + header("assistant", "hello"),
+    ):
+        assert extract_response(text) == "hello"

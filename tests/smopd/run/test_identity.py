@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from functools import partial
 
 import pytest
 
@@ -40,6 +41,9 @@ CHANGES = {
 }
 
 
+NO_ROWS = Inputs(RowSet(0, [].__getitem__, 0, digest="1"), None, None)
+
+
 @pytest.mark.slow
 def test_a_changed_input_is_refused_by_name_and_recorded_with_a_word(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the model's path is relative
@@ -50,9 +54,7 @@ def test_a_changed_input_is_refused_by_name_and_recorded_with_a_word(tmp_path, c
         save_world(tmp_path / name, seed)
     recipe = write_recipe(tmp_path, CHANGES, drop=("runs", "teachers", "warm_start"))
 
-    def command(*words: str):
-        return train_here(recipe, *words)
-
+    command = partial(train_here, recipe)
     assert command().returncode == 0
     (tmp_path / "parts/other.py").write_text("unused = 1\n")
     weights = (tmp_path / "teacher/model.safetensors").read_bytes()
@@ -68,13 +70,10 @@ def test_a_changed_input_is_refused_by_name_and_recorded_with_a_word(tmp_path, c
         (tmp_path / name).write_bytes(content)
     refused = command()
     assert refused.returncode == 1 and "holds runs with other inputs" in refused.stderr, refused.stderr
-    assert [line.split(": was ")[0].strip() for line in refused.stderr.splitlines()[1:]] == [
-        "data.train (rows)",
-        "model.path (chat_template.jinja)",
-        "model.path (tokenizer_config.json)",
-        "rewards.0.function (parts.one)",
-        "teachers.models.0.model (model.safetensors)",
-    ]
+    named = [line.split(": was ")[0].strip() for line in refused.stderr.splitlines()[1:]]
+    models = ["model.path (chat_template.jinja)", "model.path (tokenizer_config.json)"]
+    parts = ["rewards.0.function (parts.one)", "teachers.models.0.model (model.safetensors)"]
+    assert named == ["data.train (rows)", *models, *parts]
     model = ["--output", str(tmp_path / "exported")]
     with pytest.raises(SystemExit):
         export([str(tmp_path / "runs/tiny/distilled"), *model])
@@ -84,7 +83,7 @@ def test_a_changed_input_is_refused_by_name_and_recorded_with_a_word(tmp_path, c
     for name, content in before.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "late.py").write_text("factor = 2.0\n")
-    assert command("--change").returncode == 0 and command().returncode == 0
+    assert command("--change").returncode == 0
     assert export(["runs/tiny/distilled", *model]) == 0
     (line,) = (tmp_path / "runs/tiny/distilled/changes.jsonl").read_text().splitlines()
     assert json.loads(line)["setting"] == "rewards.0.function (late)" and json.loads(line)["step"] == 1
@@ -97,10 +96,7 @@ def test_the_code_of_a_factory_is_compared(tmp_path, monkeypatch):
     (tmp_path / "student/export").mkdir(parents=True)
 
     def compare(change=False):
-        found = identity.identity(
-            settings, Inputs(RowSet(0, [].__getitem__, 0, digest="1"), None, None), "made"
-        )
-        compare_inputs(tmp_path, settings, found, change=change)
+        compare_inputs(tmp_path, settings, identity.identity(settings, NO_ROWS, "made"), change=change)
 
     for layers in ("1", "2"):
         (tmp_path / "sized.py").write_text(f"layers = {layers}")
@@ -112,12 +108,10 @@ def test_the_code_of_a_factory_is_compared(tmp_path, monkeypatch):
 
 
 def test_the_base_of_an_adapter_and_the_commits_of_the_hub_are_compared(tmp_path, monkeypatch):
-    for name, text in (
-        ("base", "{}"),
-        ("adapter", '{"peft_type": "LORA", "base_model_name_or_path": "base"}'),
-    ):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / ("adapter_" * (name == "adapter") + "config.json")).write_text(text)
+    adapter = '{"peft_type": "LORA", "base_model_name_or_path": "base"}'
+    for path, text in {"base/config.json": "{}", "adapter/adapter_config.json": adapter}.items():
+        (tmp_path / path).parent.mkdir()
+        (tmp_path / path).write_text(text)
     monkeypatch.chdir(tmp_path)
     before = identity.named_model("adapter")
     (tmp_path / "base/config.json").write_text('{"changed": 1}')
@@ -134,11 +128,11 @@ def test_the_base_of_an_adapter_and_the_commits_of_the_hub_are_compared(tmp_path
 
 
 def test_a_redacted_setting_is_compared():
-    inputs, found = Inputs(RowSet(0, [].__getitem__, 0, digest="1"), None, None), []
+    found = []
     for key in ("A", "B"):
         rewards = [{**each, "kwargs": {"answer_key": key}} for each in SETTINGS["rewards"]]
         settings = settings_of(rewards=rewards)
-        found.append(identity.identity(settings, inputs, "")["rewards.0.kwargs.answer_key"]["redacted"])
+        found.append(identity.identity(settings, NO_ROWS, "")["rewards.0.kwargs.answer_key"]["redacted"])
     assert found[0] != found[1] and all(len(digest) == 4 for digest in found), "too short to guess the value"
 
 

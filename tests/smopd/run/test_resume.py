@@ -75,11 +75,8 @@ def test_a_run_killed_again_and_again_ends_the_same(tmp_path, straight):
 
 
 def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(tmp_path, straight):
-    recipe, folder = (
-        write_recipe(tmp_path, ONE_TEACHER | {"checkpoint": {"every": 100}}),
-        tmp_path / "runs/tiny",
-    )
-    log, moment = tmp_path / "log", after_lines("accuracy_teacher", 2)
+    recipe = write_recipe(tmp_path, ONE_TEACHER | {"checkpoint": {"every": 100}})
+    folder, log, moment = tmp_path / "runs/tiny", tmp_path / "log", after_lines("accuracy_teacher", 2)
     assert signal_when(signal.SIGTERM, after_lines("base", 3), recipe, folder, log) == 143
     (saved,) = (folder / "base/checkpoints").iterdir()
     done = lines(folder / "base/metrics.jsonl")

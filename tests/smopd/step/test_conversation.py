@@ -58,12 +58,8 @@ class Speaks:
             return []
         self.read += prompts
         ids = torch.tensor(self.turns.pop(0))
-        logps = -torch.ones(len(ids))
-        return [
-            Rollout(tuple(prompt), ids, logps, group, self.finished, 5 - len(self.turns))
-            for prompt, group in zip(prompts, groups, strict=True)
-            for _ in range(sampling.n)
-        ]
+        own, pairs = (self.finished, 5 - len(self.turns)), zip(prompts, groups, strict=True)
+        return [Rollout(tuple(prompt), ids, -torch.ones(len(ids)), group, *own) for prompt, group in pairs]
 
 
 def said(text: str) -> Answer:

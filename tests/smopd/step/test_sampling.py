@@ -94,12 +94,9 @@ def test_a_prompts_draws_are_its_own_wherever_it_stands():
             for step in range(steps):
                 taken.append(batches.take(step))
                 trained(batches, engine, step)
-        pairs = zip(
-            [prompt.token_ids for batch in taken for prompt in batch.prompts],
-            [group for batch in taken for group in batch.group_R.tolist()],
-            strict=True,
-        )
-        return set(pairs)
+        ids = [prompt.token_ids for batch in taken for prompt in batch.prompts]
+        groups = [group for batch in taken for group in batch.group_R.tolist()]
+        return set(zip(ids, groups, strict=True))
 
     n = len(prompt_set())
     first_epoch = {(prompt.token_ids, i) for i, prompt in enumerate(prompt_set())}
