@@ -8,26 +8,18 @@ from transformers import AutoTokenizer
 
 from tests.smopd.recipes import ROOT, metric_lines, train_here
 
-SMALL = {"hidden_size": 32, "layers": 1, "heads": 1, "kv_heads": 1}
+SMALL = """
+    --warm_start.steps 1 --warm_start.batch_size 2 --loop.steps 1 --loop.prompts_per_step 1
+    --rollout.max_new_tokens 8 --data.evaluation null --only accuracy_teacher student
+    --model.kwargs.hidden_size 32 --model.kwargs.layers 1 --model.kwargs.heads 1 --model.kwargs.kv_heads 1
+"""
 
 
 @pytest.mark.slow
 def test_every_part_of_the_path_takes_real_items(tmp_path, data_set):
     assert data_set("rlla/sft") and data_set("rlla/test") and data_set("tokenizer/qwen")
-    done = train_here(
-        str(ROOT / "examples/rlla_scratch.yaml"),
-        *("--output", str(tmp_path / "out")),
-        *("--warm_start.steps", "1"),
-        *("--warm_start.batch_size", "2"),
-        *("--loop.steps", "1"),
-        *("--loop.prompts_per_step", "1"),
-        *("--rollout.max_new_tokens", "8"),
-        *("--data.evaluation", "null"),
-        *("--teachers.models", "[{model: accuracy_teacher, reward: accuracy}]"),
-        *("--only", "accuracy_teacher", "student"),
-        *(word for name, size in SMALL.items() for word in (f"--model.kwargs.{name}", str(size))),
-        cwd=tmp_path,
-    )
+    own = ("--output", "out", "--teachers.models", "[{model: accuracy_teacher, reward: accuracy}]")
+    done = train_here(str(ROOT / "examples/rlla_scratch.yaml"), *SMALL.split(), *own, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "399 training prompts of 399 rows (0 too long" in done.stdout
     for run in ("accuracy_teacher", "student"):
