@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,32 +155,27 @@ def test_adapters_merge_to_full_weights(tmp_path: Path) -> None:
     assert any(not torch.equal(found[name], value) for name, value in alone.items())
 
 
-@pytest.fixture
-def mistake(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Return a function that runs the command and returns its error."""
-
-    def call(*words: object) -> str:
-        with pytest.raises(SystemExit, match="2"):
-            merge([str(word) for word in words])
-        return capsys.readouterr().err
-
-    return call
+def mistake(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """Return the error of the command."""
+    with pytest.raises(SystemExit, match="2"):
+        merge([str(word) for word in words])
+    return capsys.readouterr().err
 
 
-def test_an_adapter_that_cannot_be_merged_is_refused(tmp_path: Path, mistake: Callable[..., str]) -> None:
+def test_an_adapter_that_cannot_be_merged_is_refused(tmp_path: Path, capsys) -> None:
     base, other, _ = saved(tmp_path)
     plain = lora(tmp_path / "plain", base, 1, 2, ["q_proj"])
     foreign = lora(tmp_path / "foreign", other, 1, 2, ["q_proj"])
     dora = lora(tmp_path / "dora", base, 1, 2, ["q_proj"], use_dora=True)
     output = ("--output", tmp_path / "out")
     said = r"foreign: is an adapter of .*model1, expected one of .*model0"
-    assert re.search(said, mistake(plain, foreign, *output))
-    assert "dora: use_dora is True, expected none: only plain LoRA merges" in mistake(dora, *output)
-    assert "--exclude: 'mpl' matches no tensor of" in mistake(plain, "--exclude", "mpl", *output)
-    assert "MODEL: none given" in mistake("--base", base, *output)
+    assert re.search(said, mistake(capsys, plain, foreign, *output))
+    assert "dora: use_dora is True, expected none: only plain LoRA merges" in mistake(capsys, dora, *output)
+    assert "--exclude: 'mpl' matches no tensor of" in mistake(capsys, plain, "--exclude", "mpl", *output)
+    assert "MODEL: none given" in mistake(capsys, "--base", base, *output)
     assert merge([plain, "--output", str(tmp_path / "whole")]) == 0
     (tmp_path / "whole" / "config.json").write_text("{}")
-    assert "config.json" in mistake(tmp_path / "whole", "--base", base, *output)
+    assert "config.json" in mistake(capsys, tmp_path / "whole", "--base", base, *output)
 
 
 @pytest.mark.parametrize(
@@ -194,8 +189,8 @@ def test_an_adapter_that_cannot_be_merged_is_refused(tmp_path: Path, mistake: Ca
         ("--output new", "--base: not given, expected the model that the others were trained from"),
     ],
 )
-def test_mistakes_of_the_command_are_one_line(tmp_path: Path, mistake, words: str, said: str) -> None:
-    error = mistake(tmp_path, tmp_path, *words.split())
+def test_mistakes_of_the_command_are_one_line(tmp_path: Path, capsys, words: str, said: str) -> None:
+    error = mistake(capsys, tmp_path, tmp_path, *words.split())
     assert error.startswith(f"smopd.merge: {said}") and error.count("\n") == 1
 
 

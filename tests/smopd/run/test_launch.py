@@ -23,6 +23,7 @@ TWO = {"loop": {"steps": 2}, "data": {"evaluation": None}, "checkpoint": {"every
 TWO |= {"loss": {"entropy_coef": 0.1}}  # a gradient if no reward differs
 ENDLESS = merged(TWO, {"loop": {"steps": 100_000}, "checkpoint": {"every": 0}})
 FIRST = "accuracy_teacher/metrics.jsonl"
+CHECKPOINTS = "out/accuracy_teacher/checkpoints"
 OUTPUT = ("--output", "out", "--only", "accuracy_teacher")
 TRAIN = ("-m", "smopd.train", "recipe.yaml", *OUTPUT)
 LAUNCH = (*TRAIN, "--processes", "2")
@@ -48,7 +49,7 @@ def test_ranks_end_with_their_launcher_or_another_rank_and_resume_as_if_nothing_
         launcher.kill()
         assert_none_is_left(all_below)
     with forked(2, *TRAIN, cwd=killed, output=log) as ranks:
-        wait_until(lambda: any(killed.glob("out/accuracy_teacher/checkpoints/*.partial")), ranks[0], log[0])
+        wait_until(lambda: any(killed.glob(f"{CHECKPOINTS}/step_00000002.partial")), ranks[0], log[0])
         ranks[1].kill()
         ranks[0].join(HANG_SECONDS)
     assert log[0].read_text().count("error: another rank has ended") == 1
@@ -77,7 +78,7 @@ def test_a_second_command_is_refused_and_a_signal_ends_both_ranks_after_their_st
         assert_none_is_left(all_below)
     text = log.read_text()
     assert text.count("is done and saved; rerun to resume") == 1 and "Traceback" not in text, text[-4000:]
-    assert list(tmp_path.glob("out/accuracy_teacher/checkpoints/step_*"))
+    assert list(tmp_path.glob(f"{CHECKPOINTS}/step_*"))
 
 
 def test_a_stopped_rank_ends_the_run_after_the_time_out(tmp_path):
