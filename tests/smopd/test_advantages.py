@@ -96,6 +96,22 @@ def test_equals_its_definition(expected):
     torch.testing.assert_close(adv_R, torch.tensor(expected(), dtype=torch.float64), rtol=1e-9, atol=1e-9)
 
 
+def test_a_reward_hardly_ever_earned_counts_at_most_twenty_times():
+    dense_GR, rare_GR = torch.zeros(2, 400, 8, dtype=torch.float64)
+    dense_GR[1:, ::2], rare_GR[0, 0] = 1, 1  # Eq. 1: sqrt(7 / 8) from 0, and sqrt(8) apart
+    adv_R, _ = ESTIMATORS["batch_balanced"](
+        torch.stack([dense_GR, rare_GR], -1).flatten(0, 1),
+        torch.arange(400).repeat_interleave(8),
+        weights_K=torch.ones(2, dtype=torch.float64),
+        lengths_R=torch.ones(3200, dtype=torch.int64),
+        settings=Advantage(),
+        process_group=None,
+    )
+    rare, dense = float(adv_R[0] - adv_R[1]), float(adv_R[8] - adv_R[9])
+    rms = math.sqrt(399 / 400 * 7 / 8)  # that of the rare reward is sqrt(7 / 3200), below 0.05
+    assert rare / dense == pytest.approx(math.sqrt(8) / 0.05 / (2 * math.sqrt(7 / 8) / rms), rel=1e-4)
+
+
 def _rank(rank, store, folder):
     """Rank 0 has two groups, rank 1 one, rank 2 none."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
