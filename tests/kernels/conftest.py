@@ -23,7 +23,7 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use so small Triton blocks that a short row is partly streamed and partly held."""
     from smopd.kernels.triton import loss
 
-    monkeypatch.setattr(loss, "_configuration", lambda *_, **__: (1, 8, 2))
+    monkeypatch.setattr(loss, "_configuration", lambda *_, **__: (1, 16, 2))
 
 
 @pytest.fixture

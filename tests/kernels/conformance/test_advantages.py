@@ -14,12 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from smopd.kernels.reference import advantages as reference
+from smopd import ops
 from smopd.kernels.types import AdvantageOptions
 from tests.kernels import backends
 
 NAN, INF = math.nan, math.inf
 DEFAULTS: dict[str, dict] = {"grpo": {}, "gdpo": {"whiten": "responses"}, "gd2po": {"whiten": "tokens"}}
+PUBLIC = {"grpo": ops.grpo_advantages, "gdpo": ops.gdpo_advantages, "gd2po": ops.gd2po_advantages}
 WHITEN = ("responses", "tokens", None)
 EXAMPLES = 12
 SHARED = 33_000  # more than torch sums on one thread
@@ -44,7 +45,10 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 
 
 def serve(backend: str, kind: str, rewards: Tensor, group: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    """Call a backend with the defaults of the public functions."""
+    """Call a backend; for the reference the public functions, which it serves on a CPU."""
+    if backend == "reference":
+        result = PUBLIC[kind](rewards, group, **options)
+        return result if kind == "gd2po" else (result,)
     given_options = AdvantageOptions(kind, **DEFAULTS[kind] | options)
     adv, kept = backends.call(backend, "advantages", rewards, group, given_options)
     assert (kept is None) == (kind != "gd2po")
@@ -117,8 +121,9 @@ WEIGHTS = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("grpo", {}),
     ("grpo", {"weights_K": WEIGHTS, "norm_eps": 0.1}),
-    *(("gdpo", {"weights_K": WEIGHTS, "norm_eps": eps, "whiten": w}) for w in WHITEN for eps in (1e-6, 0.1)),
-    *(("gd2po", {"whiten": whiten, "snr_threshold": snr}) for whiten in WHITEN for snr in (None, 0.2, 0.8)),
+    *(("gdpo", {"weights_K": WEIGHTS, "norm_eps": 0.1, "whiten": whiten}) for whiten in WHITEN),
+    *(("gd2po", {"whiten": whiten, "snr_threshold": 0.2}) for whiten in WHITEN),
+    *(("gd2po", {"snr_threshold": snr}) for snr in (None, 0.8)),
     ("gd2po", {"weights_K": WEIGHTS, "snr_threshold": 0.5}),
     *((kind, {"weights_K": torch.tensor([1.0, 0.0, 0.5])}) for kind in ("grpo", "gd2po")),
 ]
@@ -166,7 +171,7 @@ def test_any_batch_is_the_definitions(kind: str, backend: str) -> None:
         if kind == "gd2po":
             options["snr_threshold"] = snr
         got = serve(backend, kind, rewards, group, **options)
-        want = reference.advantages(rewards, group, AdvantageOptions(kind, **DEFAULTS[kind] | options))
+        want = serve("reference", kind, rewards, group, **options)
         for x, y in zip(got, want, strict=False):
             torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-9)
 
@@ -198,7 +203,7 @@ def test_rewards_equal_up_to_rounding_add_exactly_nothing(group_size: int, backe
     """The float32 mean of eight equal numbers is off by one ulp for half of these values."""
     values = torch.cat([torch.arange(1, 176) / 175, torch.arange(1, 176) * 0.1, torch.arange(1, 301) * 3.3])
     if backends.interpreted(backend):
-        values = torch.tensor([0.1, 0.7, -1234.567, 1e-8])
+        values = torch.tensor([0.7, -1234.567])
     equal = values.float().repeat_interleave(group_size)
     group = torch.arange(len(values)).repeat_interleave(group_size)
     for same in (equal, torch.where(torch.arange(len(equal)) % 2 == 0, equal, equal.nextafter(2 * equal))):

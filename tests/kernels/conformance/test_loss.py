@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from smopd import ops
+from smopd.kernels.reference import topk as reference
 from smopd.kernels.types import LossSettings, LossTokens, SparseTarget
 from tests.kernels import backends, cases
 from tests.kernels.cases import LossCase, check_loss, loss_case, run_loss
@@ -38,9 +39,13 @@ OF_THE_RUN = ("gradient", "layout", "streamed")
 
 @each_backend
 @pytest.mark.parametrize("row", pairwise(FACTORS), ids=label)
-def test_equals_float64(row: dict, backend: str, request: pytest.FixtureRequest) -> None:
+def test_equals_float64(
+    row: dict, backend: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if row["streamed"] and backend == "triton":
         request.getfixturevalue("streamed")
+    if row["streamed"]:  # the reference computes a few rows at a time
+        monkeypatch.setattr(reference, "ROW_CHUNK_BYTES_CPU", 3 * 8 * row["shape"][1])
     case = loss_case(**{name: value for name, value in row.items() if name not in OF_THE_RUN})
     check_loss(backend, case, row["gradient"], row["layout"])
 
@@ -52,13 +57,14 @@ def test_a_whole_vocabulary(target: str, tail: bool, dtype: str, backend: str) -
     backends.leave_to_a_gpu(backend, (dtype == "fp32") == tail)
     two = (1.0, 1.0) if tail else (1.0, 0.7)
     case = loss_case((3, 151_936, 2, 16), dtype, target, tail, temperatures=two, entropy=tail)
-    check_loss(backend, case, "in place")
+    check_loss(backend, case, "in place", most=1)
 
 
 @but_split
 @pytest.mark.parametrize("target", ["given", "repeats", "pooled", "merged"])
 def test_any_kappa(target: str, backend: str) -> None:
-    for kappa in (0, 3, 200) if backends.interpreted(backend) else (0, 1, 3, 64, 128, 200):
+    few = (0, 200) if target == "given" else (3, 70)
+    for kappa in few if backends.interpreted(backend) else (0, 1, 3, 64, 128, 200):
         check_loss(backend, loss_case((2, 1271, 2, kappa), target=target), most=1)
 
 

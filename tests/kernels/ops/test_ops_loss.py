@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from smopd.kernels import dispatch
-from smopd.kernels.reference import topk as reference
 from smopd.kernels.tokens import BLOCK, reverse_weight
 from smopd.kernels.types import TokenTerms
 from smopd.ops import LossSettings, LossStats, LossTokens, linear_smopd_loss, smopd_loss, topk_forward_kl
@@ -45,14 +44,6 @@ def test_loss_is_the_weighted_sum_and_its_gradient_flows(old: bool, target: str)
     loss.backward(retain_graph=True)
     loss.backward()
     assert torch.equal(logits_NV.grad, 4.0 * half_NV)
-
-
-def test_a_row_of_log_alpha_per_token_is_cut_with_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits_NV, tokens, settings = case_of()
-    assert tokens.log_alpha.shape == (N, 2)
-    whole = smopd_loss(logits_NV, tokens, settings)[0]
-    monkeypatch.setattr(reference, "ROW_CHUNK_BYTES_CPU", 5 * V * 8)
-    assert torch.equal(whole, smopd_loss(logits_NV, tokens, settings)[0])
 
 
 @pytest.mark.parametrize("form", ["dense", "linear"])

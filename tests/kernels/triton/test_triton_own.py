@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # from numpy 
 
 
 def test_more_blocks_than_an_int32_has_bits(streamed: None) -> None:
-    case = loss_case((1, 15003, 1, 3), target="given")
+    case = loss_case((1, 17003, 1, 3), target="given")
     ids_NS = torch.arange(16, dtype=torch.int32)[None] * 1000 + 2
     logps_NS = torch.randn(1, 16, generator=torch.manual_seed(0)).log_softmax(-1) - 0.1
     tokens = replace(case.tokens, target_ids_NS=ids_NS, target_logps_NS=logps_NS)
