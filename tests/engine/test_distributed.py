@@ -25,10 +25,20 @@ def test_gloo_that_still_frees_tensors_does_not_abort_the_end() -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-WAITS = """
+TWO = """
 import os, time, torch, torch.distributed as dist
 from smopd.engine import distributed
+def number():
+    open("calls", "a").write("called ")
+    return 7
+def fails():
+    raise ValueError("row 3")
 with distributed.process_group():
+    assert distributed.on_rank0(number, of_host=True) == 7
+    try:
+        distributed.on_rank0(fails, of_host=True)
+    except ValueError as error:
+        print(f"raised {error}", flush=True)
     group = dist.new_group([0, 1])  # as of a device mesh
     distributed.barrier()
     for each in (None, group) if distributed.rank() == 0 else ():
@@ -45,32 +55,10 @@ with distributed.process_group():
 
 
 @pytest.mark.slow
-def test_who_waits_for_a_rank_that_stands_still_fails_in_time(tmp_path: Path) -> None:
-    (tmp_path / "waits.py").write_text(WAITS)
-    ran = on_ranks(2, str(tmp_path / "waits.py"))
-    waited = [float(line.split()[1]) for line in ran.stdout.splitlines() if line.startswith("waited")]
-    assert len(waited) == 2 and all(0.9 < seconds < HANG_SECONDS for seconds in waited)
-
-
-ONCE = """
-from smopd.engine import distributed
-def number():
-    open("calls", "a").write("called ")
-    return 7
-def fails():
-    raise ValueError("row 3")
-with distributed.process_group():
-    assert distributed.on_rank0(number, of_host=True) == 7
-    try:
-        distributed.on_rank0(fails, of_host=True)
-    except ValueError as error:
-        print(f"raised {error}\\n", end="")
-"""
-
-
-@pytest.mark.slow
-def test_one_rank_of_a_host_reads_for_all(tmp_path: Path) -> None:
-    (tmp_path / "once.py").write_text(ONCE)
-    ran = on_ranks(2, str(tmp_path / "once.py"), cwd=tmp_path)
+def test_one_rank_of_a_host_reads_for_all_and_who_waits_for_a_still_one_fails_in_time(tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text(TWO)
+    ran = on_ranks(2, str(tmp_path / "two.py"), cwd=tmp_path)
     assert ran.stdout.count("raised row 3") == 2, ran.stderr
     assert (tmp_path / "calls").read_text() == "called "
+    waited = [float(line.split()[1]) for line in ran.stdout.splitlines() if line.startswith("waited")]
+    assert len(waited) == 2 and all(0.9 < seconds < HANG_SECONDS for seconds in waited)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from smopd.engine.local import rollout as decode
-from smopd.engine.local.rollout import GrowingLayer, LocalRollout, draw, uniform
+from smopd.engine.local.rollout import LocalRollout, draw, uniform
 from smopd.engine.types import Sampling
 from tests.engine.tiny import END, VOCABULARY, assert_sampled_by, model_of, tiny_model
 
@@ -132,13 +132,3 @@ def test_a_row_without_finite_logits_draws_a_token_with_no_probability(temperatu
     uniform_R = torch.tensor([0.0, 0.99], dtype=torch.float64)
     tokens, logps = draw(logits, Sampling(max_new_tokens=1, temperature=temperature), uniform_R)
     assert bool((tokens < 5).all()) and bool(logps.isnan().all())
-
-
-def test_a_cache_grows_in_place_up_to_what_is_needed():
-    layer, whole = GrowingLayer(5), torch.randn(2, 3, 5, 4)
-    places = set()
-    for part in whole.split([3, 1, 1], dim=2):
-        keys, values = layer.update(part, -part)
-        places.add((keys.data_ptr(), values.data_ptr()))
-    assert torch.equal(keys, whole) and torch.equal(values, -whole)
-    assert len(places) == 1 and keys.untyped_storage().nbytes() == whole.untyped_storage().nbytes()

@@ -150,18 +150,3 @@ def test_the_variable_length_kernels_agree_with_sdpa_on_this_gpu():
     for mine, exact in zip(results(attention.by_kernel, *tensors, batch.pieces, None), expected, strict=True):
         assert (mine - exact).abs().max() < 3e-2 * exact.abs().max()  # a few roundings of bfloat16
     assert choose(tiny_model().cuda(), "auto", torch.bfloat16).attends == "pieces"
-
-
-@pytest.mark.parametrize("mask_rows", [1, 3])
-def test_a_query_a_row_attends_without_copies_of_the_keys(mask_rows):
-    module = torch.nn.Module()
-    module.num_key_value_groups = 4
-    query, key, value = (torch.randn(3, heads, n, 8) for heads, n in ((8, 1), (2, 50), (2, 50)))
-    mask = torch.rand(mask_rows, 1, 1, 50) < 0.7
-    sdpa = attention.AttentionInterface()["sdpa"]
-    expected, _ = sdpa(module, query, key, value, mask, scaling=0.3)
-    with Largest() as largest:
-        found, _ = attention.attend_token(module, query, key, value, mask, scaling=0.3)
-    torch.testing.assert_close(found, expected)
-    assert found.shape == expected.shape == (3, 1, 8, 8)
-    assert largest.numbers == query.numel()

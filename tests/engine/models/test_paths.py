@@ -31,6 +31,7 @@ PATHS = {
     "seed_oss": "pieces",  # dropout by function
     "opt": "pieces",
     "doge": "mask",  # makes a mask inside its attention
+    "cohere": "pieces",  # scaled logits
     "gpt2": "pieces",
     "gpt_bigcode": "pieces",
     "falcon": "mask",
@@ -105,9 +106,8 @@ def test_teachers_score_together_though_one_cannot_be_packed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mamba2", "falcon_mamba"])
-def test_an_fp32_residual_stream_meets_a_bf16_head(name, device):
-    model = family(name)
+def test_an_fp32_residual_stream_meets_a_bf16_head(device):
+    model = family("mamba2")
     with native_attention(model), torch.no_grad():
         expected_N = single_logps(model, ROLLOUTS)
     student = Student(deepcopy(model), settings_of(compute_dtype="bfloat16", max_grad_norm=1e9), device)

@@ -108,6 +108,17 @@ def test_a_server_that_cannot_serve_is_refused_at_the_start(loopback, path, stat
         RemoteRollout(Servers([fits.url]), [END], 65, VOCABULARY)
 
 
+WEIGHTS = [("w", torch.zeros(2))]
+
+
+def synced(sampling, *logps, probed=(0.0, 0.0)):
+    """Return a client and servers that hold version 1, sample with `logps` and answer the probe `probed`."""
+    rollouts, servers = sampling(*(with_(token_ids=(0,), logps=(logp,)) for logp in logps))
+    for one, probe in zip(servers, probed, strict=True):
+        one.label, one.probed = rollouts.label(1), probe
+    return rollouts, servers
+
+
 @pytest.mark.parametrize(
     ("held", "logp", "reason"),
     [
@@ -117,38 +128,28 @@ def test_a_server_that_cannot_serve_is_refused_at_the_start(loopback, path, stat
     ],
 )
 def test_a_sync_is_checked_by_what_servers_hold_and_sample(sampling, held, logp, reason):
-    rollouts, (server, other) = sampling(
-        with_(token_ids=(0,), logps=(logp,)), with_(token_ids=(0,), logps=(0.0,))
-    )
-    for one in (server, other):
-        one.label = rollouts.label(1)
+    rollouts, (server, other) = synced(sampling, logp, 0.0)
     server.label = held or server.label
-    rollouts.load_weights([("w", torch.zeros(2))], 1)
+    rollouts.load_weights(WEIGHTS, 1)
     assert rollouts.policy_version == 1 and other.url not in rollouts.servers.removed
     assert list(rollouts.servers.removed) == ([server.url] if reason else [])
     assert reason is None or re.search(reason, rollouts.servers.removed[server.url])
 
 
 def test_a_server_that_breaks_off_while_it_takes_weights_is_removed(sampling):
-    rollouts, servers = sampling(*(with_(token_ids=(0,), logps=(0.0,)) for _ in range(2)))
-    for one in servers:
-        one.label = rollouts.label(1)
+    rollouts, servers = synced(sampling, 0.0, 0.0)
     servers[0].breaks_at = "/update_weights"
-    rollouts.load_weights([("w", torch.zeros(2))], 1)
+    rollouts.load_weights(WEIGHTS, 1)
     assert list(rollouts.servers.removed) == [servers[0].url] and rollouts.policy_version == 1
     assert "/finish_weight_update" not in servers[0].calls
 
 
 def test_a_server_with_another_config_is_removed_at_the_sync(sampling):
     """It holds the tensors that it was sent, and computes something else with them."""
-    rollouts, servers = sampling(*(with_(token_ids=(0,), logps=(0.0,)) for _ in range(3)))
-    for one, logp in zip(servers, (-3.0, -1.0, -1.05), strict=True):
-        one.label, one.probed = rollouts.label(1), logp
-    rollouts.load_weights([("w", torch.zeros(2))], 1)
+    rollouts, servers = synced(sampling, 0.0, 0.0, 0.0, probed=(-3.0, -1.0, -1.05))
+    rollouts.load_weights(WEIGHTS, 1)
     assert list(rollouts.servers.removed) == [servers[0].url]
     assert re.search("holds another model: .* -3 .*, not -1", rollouts.servers.removed[servers[0].url])
-    rollouts, servers = sampling(*(with_(token_ids=(0,), logps=(0.0,)) for _ in range(2)))
-    for one, logp in zip(servers, (-3.0, -1.0), strict=True):
-        one.label, one.probed = rollouts.label(1), logp
+    rollouts, _ = synced(sampling, 0.0, 0.0, probed=(-3.0, -1.0))
     with pytest.raises(NoServer, match="servers hold different models"):  # none of two is the odd one
-        rollouts.load_weights([("w", torch.zeros(2))], 1)
+        rollouts.load_weights(WEIGHTS, 1)

@@ -17,12 +17,11 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from smopd.engine.settings import TrainSettings
-from smopd.engine.student import checkpoint, fsdp
+from smopd.engine.student import fsdp
 from smopd.engine.student.checkpoint import (
     Checkpoints,
     UnusableCheckpoint,
     export,
-    read_manifest,
     require_whole,
     saved_steps,
     write_manifest,
@@ -220,19 +219,3 @@ def test_exports_load_in_transformers(tmp_path, device, dtype, tied):
     flip(tmp_path / "export/model.safetensors", -1)
     with pytest.raises(UnusableCheckpoint, match=r"model\.safetensors: SHA-256 is"):
         require_whole(tmp_path / "export")
-
-
-@pytest.mark.parametrize("pattern", ["process_0.pt", "*.distcp", ".metadata"])
-def test_a_file_that_is_removed_after_the_check_is_named(tmp_path, device, monkeypatch, pattern):
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    checkpoints.save(1, make_student(device))
-
-    def check(folder, *advice):
-        found = read_manifest(folder, *advice)
-        for path in folder.glob(pattern):
-            path.unlink()
-        return found
-
-    monkeypatch.setattr(checkpoint, "read_manifest", check)
-    with pytest.raises(UnusableCheckpoint, match=r"step_00000001: .*; remove the folder to resume"):
-        checkpoints.restore(make_student(device))
