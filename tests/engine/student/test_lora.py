@@ -97,16 +97,10 @@ def test_merged_weights_and_the_adapter_on_its_base_agree(tmp_path, device, tied
     torch.testing.assert_close(trained.logps(rollouts, 1.0), expected_N, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("targets", "message"),
-    [
-        (["lm_head"], r"lora.targets: got \['lm_head'\], expected names among \['down_proj'"),
-        (["q_proj", "nothing"], "nothing"),
-    ],
-)
-def test_what_cannot_be_adapted_is_refused(device, targets, message):
-    with pytest.raises(ValueError, match=message):
-        make_student(device, lora=Lora(rank=4, alpha=8.0, targets=targets))
+def test_what_cannot_be_adapted_is_refused(device):
+    for targets, got in ((["lm_head"], "'lm_head'"), (["q_proj", "nothing"], "'nothing', 'q_proj'")):
+        with pytest.raises(ValueError, match=rf"got \[{got}\], expected names among \['down_proj'"):
+            make_student(device, lora=Lora(rank=4, alpha=8.0, targets=targets))
 
 
 def test_a_students_base_is_its_reference_where_it_has_adapters(device, tmp_path):

@@ -22,7 +22,7 @@ NAN, INF = math.nan, math.inf
 DEFAULTS: dict[str, dict] = {"grpo": {}, "gdpo": {"whiten": "responses"}, "gd2po": {"whiten": "tokens"}}
 PUBLIC = {"grpo": ops.grpo_advantages, "gdpo": ops.gdpo_advantages, "gd2po": ops.gd2po_advantages}
 WHITEN = ("responses", "tokens", None)
-EXAMPLES = 12
+EXAMPLES = 8
 SHARED = 33_000  # more than torch sums on one thread
 each_backend = backends.each("advantages")
 
