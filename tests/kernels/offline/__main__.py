@@ -72,12 +72,6 @@ def checked_part(launch: Launch) -> tuple[str, str]:
     return launch.kernel, next((dtype for dtype in dtypes if dtype in launch.name), "")
 
 
-def unrounded(launch: Launch) -> list[str]:
-    """Return the wrong instructions of a launch; after a first compilation it is read from Triton's cache."""
-    find = KERNELS.get(launch.kernel.rpartition(":")[2])
-    return [f"{launch.name}: {line}" for line in find(compiled_of(launch).asm["ptx"])] if find else []
-
-
 def faults(built: Built, bounds: Bounds) -> Iterator[str]:
     """Yield unknown spills and too much shared memory."""
     known = bounds.get(built.name, {}).get("stack", 0)
@@ -129,20 +123,9 @@ def to_build(launches: Sequence[Launch], bounds: Bounds) -> list[Launch]:
 
 
 def examined(launch: Launch) -> tuple[Built, list[str]]:
-    return build(launch), unrounded(launch)
-
-
-def build_all(launches: Sequence[Launch], jobs: int) -> list[tuple[Built, list[str]]]:
-    """Compile in `jobs` processes, one capability after the other."""
-    ordered = sorted(launches, key=lambda launch: (launch.capability, launch.kernel))
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        return pool.map(examined, ordered, chunksize=4)
-
-
-def table(builts: Sequence[Built]) -> Iterator[str]:
-    for built in sorted(builts, key=lambda built: built.name):
-        numbers = ", ".join(f"{value} {name}" for name, value in built.held.items())
-        yield f"{built.name}: {built.stack} stack, {numbers}"
+    """Return the counts of a launch and its wrong instructions, read from Triton's cache."""
+    built, find = build(launch), KERNELS.get(launch.kernel.rpartition(":")[2])
+    return built, [f"{launch.name}: {line}" for line in find(compiled_of(launch).asm["ptx"])] if find else []
 
 
 def checked(launches: Sequence[Launch]) -> Iterator[str]:
@@ -171,9 +154,14 @@ def main(arguments: Sequence[str]) -> int:
     wrong = list(checked(launches))
     bounds = load_bounds()
     chosen = [launch for launch in launches if parsed.only in launch.name]
-    results = build_all(chosen if parsed.all else to_build(chosen, bounds or {}), parsed.jobs)
+    wanted = chosen if parsed.all else to_build(chosen, bounds or {})
+    wanted = sorted(wanted, key=lambda launch: (launch.capability, launch.kernel))
+    with multiprocessing.get_context("fork").Pool(parsed.jobs) as pool:
+        results = pool.map(examined, wanted, chunksize=4)
     builts = [built for built, _ in results]
-    print("\n".join(table(builts)))
+    for built in sorted(builts, key=lambda built: built.name):
+        numbers = ", ".join(f"{value} {name}" for name, value in built.held.items())
+        print(f"{built.name}: {built.stack} stack, {numbers}")
     wrong += [line for _, lines in results for line in lines]
     wrong += [fault for built in builts for fault in faults(built, bounds or {})]
     if parsed.update and not wrong:
