@@ -60,8 +60,7 @@ def skips_a_gradient_that_is_not_finite_on_one_rank(make: Make) -> None:
         student.update(rollouts, bad, NLL)
 
 
-def a_rank_without_responses_takes_part(make: Make) -> None:
-    student = make()
+def a_rank_without_responses_takes_part(student: Student) -> None:
     rollouts = ragged_rollouts(5) if distributed.rank() == 0 else []
     update = student.update(rollouts, loss_tokens(rollouts), NLL)
     counts = distributed.gather_objects(update.micro_batches)
@@ -104,30 +103,29 @@ def an_unpacked_model_trains_as_transformers_computes_it(device: torch.device) -
 def clips_as_fsdp2_does(make: Make) -> None:
     """Use a large learning rate, so that updates are far above the rounding of the parameters."""
     rollouts, norms, moved = share(4), [], []
-    large = {"max_grad_norm": 1e-3, "adam_eps": 1e-2, "learning_rate": 1.0}
-    for options in ({"max_grad_norm": 1e9}, {}, {"strategy": "fsdp2"}):
-        student = make(**{**large, **options})
+    for options in ({}, {"strategy": "fsdp2"}):
+        student = make(max_grad_norm=1e-3, adam_eps=1e-2, learning_rate=1.0, **options)
         before = parameters(student)
         norms.append(student.update(rollouts, loss_tokens(rollouts), NLL).grad_norm)
         moved.append({name: value - before[name] for name, value in parameters(student).items()})
-    free, clipped, fsdp2 = norms
-    assert clipped == pytest.approx(free, rel=1e-6) and clipped == pytest.approx(fsdp2, rel=1e-5)
-    assert clipped > 1e-3
-    for name, value in moved[2].items():
-        assert (moved[1][name] - value).norm() / value.norm() < 1e-4, name
-        assert moved[1][name].norm() < moved[0][name].norm(), name
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5) and norms[0] > 1e-3, "before clipping"
+    for name, value in moved[1].items():
+        assert (moved[0][name] - value).norm() / value.norm() < 1e-4, name
 
 
 def masters_are_fp32_under_bfloat16(make: Make) -> None:
     student = make(compute_dtype="bfloat16", learning_rate=1e-6)
+    student.logps(share(2), 1.0)  # which gathers them in bfloat16
     before = parameters(student)
+    assert all(value.dtype == torch.float32 for value in before.values())
     assert equal(before, dict(tiny_model().state_dict()))
     buffers = list(student.policy.buffers())
     assert buffers and all(value.dtype == torch.float32 for value in buffers), "rotary frequencies"
     advance(student, range(1))
     after = parameters(student)
-    moved = torch.cat([(after[name] != before[name]).flatten() for name in before])
-    assert moved.float().mean() > 0.5
+    steps = torch.cat([(after[name] - before[name]).abs().flatten() for name in before])
+    assert (steps > 0).float().mean() > 0.5 and steps.max() < 1.1e-6
+    a_rank_without_responses_takes_part(student)
 
 
 def main(folder: Path, *kinds: str) -> None:
@@ -145,7 +143,6 @@ def check(folder: Path, kind: str, device: torch.device) -> None:
         make = partial(make, strategy="deepspeed", zero_stage=int(kind[-1]), deepspeed_config=str(file))
     resumes_bit_for_bit(make, folder / "lora", **LORA)
     skips_a_gradient_that_is_not_finite_on_one_rank(make)
-    a_rank_without_responses_takes_part(make)
     if kind == "fsdp2":
         resumes_bit_for_bit(make, folder / "tied", tied=True, shard_size=1)
         resumes_bit_for_bit(make, folder / "offload", offload_optimizer=True)
@@ -156,7 +153,7 @@ def check(folder: Path, kind: str, device: torch.device) -> None:
         options = {"tied": True, "gradient_checkpointing": True, "compute_dtype": "bfloat16"}
         resumes_bit_for_bit(make, folder / "tied in bfloat16", **options)
         clips_as_fsdp2_does(make)
-        masters_are_fp32_under_bfloat16(make)
+    masters_are_fp32_under_bfloat16(make)
 
 
 if __name__ == "__main__":
