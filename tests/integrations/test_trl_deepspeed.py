@@ -11,4 +11,4 @@ from tests.integrations.trl_worker import assert_steps_of_one_process
 
 
 def test_zero_3_takes_the_steps_of_one_process(tmp_path: Path) -> None:
-    assert_steps_of_one_process(tmp_path, "zero3", "DeepSpeedEngine")
+    assert_steps_of_one_process(tmp_path, zero3="DeepSpeedEngine")

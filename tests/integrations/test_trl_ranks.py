@@ -14,11 +14,9 @@ from tests.ranks import ROOT
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    ("mode", "wrapped"), [("ddp", "DistributedDataParallel"), ("fsdp2", "FSDPQwen2ForCausalLM")]
-)
-def test_two_ranks_take_the_steps_of_one(tmp_path: Path, mode: str, wrapped: str) -> None:
-    assert_steps_of_one_process(tmp_path, mode, wrapped)
+def test_two_ranks_take_the_steps_of_one(tmp_path: Path) -> None:
+    wrapped = {"ddp": "DistributedDataParallel", "fsdp2": "FSDPQwen2ForCausalLM"}
+    assert_steps_of_one_process(tmp_path, **wrapped)
 
 
 @pytest.mark.parametrize("what", ["distillation", "grpo"])

@@ -1,6 +1,6 @@
 """TRL's trainers with two teachers, three steps on two ranks compared with one process.
 
-    -m tests.integrations.trl_worker {ddp,fsdp2,zero3} FOLDER
+    -m tests.integrations.trl_worker FOLDER {ddp,fsdp2,zero3}...
 
 Completions are greedy and advantages depend on the prompt, so that any number of ranks takes the same steps.
 Rank 0 saves the results to FOLDER/MODE.pt.
@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
 from smopd.integrations.trl import SMOPDGRPOTrainer
@@ -70,13 +71,14 @@ def trained(what: str, folder: Path, ranks: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def assert_steps_of_one_process(folder: Path, mode: str, wrapped: str) -> None:
-    """Compare losses and parameter changes of both trainers; `wrapped` is the class around the student."""
-    done = on_ranks(2, "-m", "tests.integrations.trl_worker", mode, str(folder))
+def assert_steps_of_one_process(folder: Path, **wrapped: str) -> None:
+    """Compare both trainers' steps in each mode; `wrapped` names the class around the student by mode."""
+    done = on_ranks(2, "-m", "tests.integrations.trl_worker", str(folder), *wrapped)
     assert done.returncode == 0, done.stderr[-4000:]
-    for what, both in torch.load(folder / f"{mode}.pt").items():
-        assert both["wrapped"] == wrapped
-        assert_same_steps(both, of_one_process(what))
+    for mode, name in wrapped.items():
+        for what, both in torch.load(folder / f"{mode}.pt").items():
+            assert both["wrapped"] == name
+            assert_same_steps(both, of_one_process(what))
 
 
 @cache
@@ -111,18 +113,25 @@ def shard_on_cpus() -> None:
     PartialState.__init__ = start
 
 
-if __name__ == "__main__":
-    mode, folder = sys.argv[1], Path(sys.argv[2])
-    options: dict[str, Any] = {"ddp": {}, "zero3": {"deepspeed": ZERO_3}}.get(mode, {})
+def options_of(mode: str) -> dict[str, Any]:
     if mode == "zero3":
         import deepspeed
 
         # As in smopd.engine.deepspeed: skips a minute of compiling an inference operator.
         vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
+        return {"deepspeed": ZERO_3}
     if mode == "fsdp2":
         shard_on_cpus()
-        options = {"fsdp": True, "fsdp_config": FSDP_2}
-    found = {what: trained(what, folder / "out", ranks=2, **options) for what in TRAINERS}
-    if dist.get_rank() == 0:
-        torch.save(found, folder / f"{mode}.pt")
+        return {"fsdp": True, "fsdp_config": FSDP_2}
+    return {}
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    for mode in sys.argv[2:]:
+        AcceleratorState._reset_state(reset_partial_state=True)  # the process group stays
+        options = options_of(mode)
+        found = {what: trained(what, folder / "out", ranks=2, **options) for what in TRAINERS}
+        if dist.get_rank() == 0:
+            torch.save(found, folder / f"{mode}.pt")
     dist.destroy_process_group()

@@ -37,6 +37,7 @@ def stats_of(result: tuple[torch.Tensor, ops.LossStats]) -> tuple[torch.Tensor, 
     return 0.5 * result[0], result[1].logp_N, result[1].clipped_N
 
 
+GROUP = torch.arange(N) // 3
 FEW = ops.LossTokens(token_ids_N=TOKEN_IDS.int(), adv_N=torch.ones(N), pg_weight_N=torch.ones(N))
 CALLS = {
     "topk_logprobs": lambda x: (
@@ -47,8 +48,8 @@ CALLS = {
     "forward_kl": lambda x: ops.topk_forward_kl(x, TOKEN_IDS, *(part[:, 0] for part in TEACHERS[:2])),
     "loss": lambda x: (*stats_of(ops.smopd_loss(x, TOKENS, SETTINGS)), *stats_of(ops.smopd_loss(x, FEW))),
     "linear_loss": lambda x: (
-        stats_of(ops.linear_smopd_loss(x[:, :D], WEIGHT, TOKENS, SETTINGS))
-        + stats_of(ops.linear_smopd_loss(x[:, :D], WEIGHT, TOKENS, SETTINGS, chunk_bytes=1))
+        *stats_of(ops.linear_smopd_loss(x[:, :D], WEIGHT, TOKENS, SETTINGS)),
+        *stats_of(ops.linear_smopd_loss(x[:, :D], WEIGHT, TOKENS, SETTINGS, chunk_bytes=1)),
     ),
     "linear_topk_logprobs": lambda x: columns(
         ops.linear_topk_logprobs(x[:, :D], WEIGHT, KAPPA, token_ids_N=TOKEN_IDS)
@@ -59,7 +60,6 @@ CALLS = {
         *ops.gd2po_advantages(x[:, :3], GROUP, whiten=None),
     ),
 }
-GROUP = torch.arange(N) // 3
 
 
 def with_gradient(call, x: torch.Tensor) -> list[torch.Tensor]:
