@@ -1,6 +1,7 @@
 """Run Python programs, as commands or ranks: most in forks of a process that has imported the trainer."""
 
 import atexit
+import gc
 import multiprocessing
 import os
 import runpy
@@ -15,6 +16,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,12 @@ VLLM = ("vllm.entrypoints.openai.api_server", "vllm.v1.engine.core", "vllm.v1.wo
 FORKS.set_forkserver_preload(["smopd.run.pipeline", *VLLM])
 forks = partial(torch.multiprocessing.start_processes, start_method="forkserver")
 """torch.multiprocessing.spawn in forks."""
+
+
+def start_fork_server() -> None:
+    """Start it as the library imports vLLM on a CPU, or each fork takes seconds to compile functions."""
+    with mock.patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "1"}):
+        forkserver._forkserver.ensure_running()
 
 
 def environment() -> dict[str, str]:
@@ -49,6 +57,7 @@ def become(words: tuple[str, ...], variables: dict[str, str], cwd: Path, output:
     os.environ.update(variables)
     os.chdir(cwd)
     torch.set_num_threads(1)
+    gc.freeze()  # a collection, of which vLLM runs several, takes a second less without what was imported
     forkserver._forkserver.ensure_running = lambda: None  # its own forks come from the server that runs
     try:
         if words[0] == "-m":
@@ -77,6 +86,7 @@ def forked(n: int, *words: str, cwd: Path, output: list[Path]) -> Iterator[list[
             own["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     for path in output:
         path.touch()
+    start_fork_server()
     forks = [FORKS.Process(target=become, args=(words, own, cwd, output)) for own in variables]
     try:
         for fork in forks:

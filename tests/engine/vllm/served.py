@@ -1,5 +1,6 @@
 """Servers of vLLM and of our teachers in processes of their own."""
 
+import gc
 import multiprocessing
 import os
 import random
@@ -10,18 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from functools import partial
-from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-import httpx
+from urllib.request import urlopen
 
 from smopd.engine.process import CALLER
 from tests.patience import HANG_SECONDS
-from tests.ranks import FORKS, ROOT, become, environment
+from tests.ranks import FORKS, ROOT, become, environment, start_fork_server
 
 ROLLOUTS = """--enable-scale-out --logprobs-mode processed_logprobs --generation-config vllm
     --worker-extension-cls smopd.engine.vllm.transfer.Extension
@@ -43,6 +42,7 @@ class Process:
         """Start the server unless it runs, and wait until it answers."""
         if self.process is not None:
             return
+        start_fork_server()
         self.process = FORKS.Process(target=_serve, args=(self.words, self.log))
         self.process.start()
         deadline = time.monotonic() + HANG_SECONDS
@@ -53,8 +53,8 @@ class Process:
 
     def answers(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/health", timeout=5.0).is_success
-        except httpx.TransportError:
+            return urlopen(f"{self.url}/health", timeout=5.0).status == 200
+        except OSError:
             return False
 
     def kill(self) -> None:
@@ -96,7 +96,7 @@ def start_engines_by(context: BaseContext) -> None:
 
 def fork_engines() -> None:
     """Let engines in processes of their own be forks of the fork server, with this process's environment."""
-    forkserver._forkserver.ensure_running()  # here, as interrupts are blocked where an engine is started
+    start_fork_server()  # here, as interrupts are blocked where an engine is started
     context = copy(FORKS)
     own = partial(FORKS.Process, target=_engine)
     context.Process = lambda target, **options: own(args=(target, dict(os.environ)), **options)
@@ -106,6 +106,7 @@ def fork_engines() -> None:
 def _engine(target: Callable[..., None], variables: dict[str, str], **options: Any) -> None:
     os.environ.clear()
     os.environ.update(variables | {CALLER: str(os.getppid())})
+    gc.freeze()
     start_engines_by(multiprocessing.get_context("fork"))
     target(**options)
 

@@ -117,11 +117,13 @@ def test_a_server_that_comes_gets_the_weights_and_goes_with_those_of_another_run
 
 
 def test_a_run_goes_on_when_a_server_is_killed(pair, model_folder, tmp_path):
-    steps, per_step = 6, 16
+    steps, per_step = 4, 16
     changes = {
         "model": {"factory": None, "path": str(model_folder)},
         "rollout": {"engine": "vllm", "urls": [pair[1].url, pair[0].url]},
         "teachers": {"models": []},
+        "data": {"evaluation": None},
+        "checkpoint": {"every": 0},
         "loop": {"steps": steps, "updates_per_step": 1},
         "log": {"samples_per_step": per_step},
         "runs": {"alone": {"stage": "specialize", "reward_weights": [0.5, 0.5]}},

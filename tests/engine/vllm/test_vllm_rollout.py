@@ -18,6 +18,7 @@ from smopd.engine import distributed
 from smopd.engine.process import below, runs
 from smopd.engine.settings import Vllm
 from smopd.engine.types import Rollout, Sampling
+from smopd.engine.vllm import engines
 from smopd.engine.vllm.rollout import VllmRollout
 from tests.engine.tiny import END, assert_sampled_by, tiny_model
 from tests.patience import HANG_SECONDS
@@ -27,11 +28,6 @@ KWARGS = {"kv_cache_memory_bytes": 32 << 20, "max_model_len": 64}
 SETTINGS = Vllm(engine_kwargs=KWARGS)
 PROMPTS = [(5, 9, 11), (7,), (20, 21, 22, 23, 24, 25), (7,), (30, 31)]
 GROUPS = [3, 8, 9, 11, 40]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group(lasting_group):
-    return dist.group.WORLD
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +44,30 @@ def rollouts(saved) -> VllmRollout:
 
 def tokens(rollouts: list[Rollout]) -> list[list[int]]:
     return [rollout.response_ids.tolist() for rollout in rollouts]
+
+
+def test_the_caller_is_left_alone(saved, request):
+    """It comes first, as the others share its engine."""
+
+    def state():
+        return (
+            random.getstate(),
+            np.random.get_state()[1].tolist(),
+            torch.get_rng_state().tolist(),
+            dict(os.environ),
+            (torch.get_num_threads(), torch.set_num_threads),
+            (logging.root.handlers[:], logging.root.level, logging.getLogRecordFactory()),
+            logging.getLogger("vllm").handlers,
+            (dist.group.WORLD, dist.get_rank(), dist.get_world_size()),
+        )
+
+    before, others = state(), [*engines._engines.values()]
+    rollouts = request.getfixturevalue("rollouts")
+    rollouts.generate(PROMPTS, GROUPS, Sampling(n=2, max_new_tokens=4))
+    assert rollouts.engine not in others, "it is made here"
+    for i, (old, new) in enumerate(zip(before, state(), strict=True)):
+        assert old == new, f"part {i} has changed"
+    assert distributed.all_reduce(torch.ones(1)) == 1
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
@@ -118,27 +138,6 @@ def test_what_the_engine_cannot_sample_is_refused(rollouts, saved):
         VllmRollout(saved, [END], Vllm(engine_kwargs={**KWARGS, "tensor_parallel_size": 2}))
 
 
-def test_the_caller_is_left_alone(saved, group):
-    def state():
-        return (
-            random.getstate(),
-            np.random.get_state()[1].tolist(),
-            torch.get_rng_state().tolist(),
-            dict(os.environ),
-            (torch.get_num_threads(), torch.set_num_threads),
-            (logging.root.handlers[:], logging.root.level, logging.getLogRecordFactory()),
-            logging.getLogger("vllm").handlers,
-            (dist.group.WORLD, dist.get_rank(), dist.get_world_size()),
-        )
-
-    before = state()
-    rollouts = VllmRollout(saved, [END], Vllm(engine_kwargs={**KWARGS, "max_model_len": 48}))
-    rollouts.generate(PROMPTS, GROUPS, Sampling(n=2, max_new_tokens=4))
-    for i, (old, new) in enumerate(zip(before, state(), strict=True)):
-        assert old == new, f"part {i} has changed"
-    assert distributed.all_reduce(torch.ones(1)) == 1
-
-
 def test_the_next_run_takes_the_engine_with_its_own_weights(rollouts, tmp_path):
     tiny_model(seed=2).save_pretrained(tmp_path)
     other = VllmRollout(tmp_path, [END], SETTINGS)
@@ -148,13 +147,15 @@ def test_the_next_run_takes_the_engine_with_its_own_weights(rollouts, tmp_path):
 
 
 CALLER = """
-import os, signal, sys, time
+import multiprocessing, os, signal, sys, time
 from smopd.engine.settings import Vllm
 from smopd.engine.types import Sampling
 from smopd.engine.vllm.rollout import VllmRollout
 from tests.engine.tiny import END
+from tests.engine.vllm.served import start_engines_by
 if __name__ == "__main__":
     os.setsid()
+    start_engines_by(multiprocessing.get_context("fork"))  # a spawned one imports vLLM once more
     kwargs = {"kv_cache_memory_bytes": 32 << 20, "max_model_len": 64}
     rollouts = VllmRollout(sys.argv[1], [END], Vllm(placement="process", engine_kwargs=kwargs))
     asked = []

@@ -1,4 +1,4 @@
-"""What the engines' tests share."""
+"""What the tests of vLLM share."""
 
 from collections.abc import Iterator
 
@@ -8,8 +8,8 @@ import torch
 from smopd.engine import distributed
 
 
-@pytest.fixture(scope="session")
-def lasting_group() -> Iterator[torch.device]:
+@pytest.fixture(scope="session", autouse=True)
+def device() -> Iterator[torch.device]:
     """A process group to the end of the session: vLLM keeps the one that its first engine was made in."""
     with distributed.process_group() as device:
         yield device
