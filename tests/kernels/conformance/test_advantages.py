@@ -269,6 +269,10 @@ def test_bits_do_not_depend_on_threads(backend: str, each_number_of_threads) -> 
     gen = torch.Generator().manual_seed(8)
     rewards = torch.randn(SHARED, 2, generator=gen, dtype=torch.float64)
     group = torch.randint(0, 3000, (SHARED,), generator=gen)
-    lengths = torch.randint(0, 50, (SHARED,), generator=gen)
-    results = each_number_of_threads(lambda: every(backend, rewards, group, lengths_R=lengths), (1, 2))
-    assert backends.same(*results)
+    lengths = {"lengths_R": torch.randint(0, 50, (SHARED,), generator=gen)}
+    given_lengths = {"grpo": {}, "gdpo": lengths, "gd2po": lengths}
+
+    def call() -> list[tuple[Tensor, ...]]:
+        return [serve(backend, kind, rewards, group, **given_lengths[kind]) for kind in DEFAULTS]
+
+    assert backends.same(*each_number_of_threads(call, (1, 2)))
