@@ -44,12 +44,13 @@ def main(argv: list[str] | None = None) -> int:
         return try_recipe(command)
     if command.settings.processes > 1 and "RANK" not in os.environ:  # then this process is no rank
         return launch(arguments, command.settings.processes)
-    gc.disable()  # imports make no garbage: a second less
+    if argv is None:
+        gc.disable()  # imports make no garbage: a second less
     from smopd.run.pipeline import run_recipe
 
-    gc.enable()
     if argv is None:
         gc.freeze()  # collections take a third of a second less without the modules
+        gc.enable()
     if PARENT in os.environ and "WORLD_SIZE" in os.environ:  # `launch` may have started fewer
         started = {"processes": int(os.environ["WORLD_SIZE"])}
         command = replace(command, settings=command.settings.model_copy(update=started))
@@ -79,18 +80,24 @@ def launch(arguments: list[str], processes: int) -> int:
             print(f"processes: {gpus} for {gpus} GPU{'s' * (gpus > 1)}, not {processes}", flush=True)
             processes = gpus
     come: list[tuple[int, float]] = []
+    ranks: list[subprocess.Popen[bytes]] = []
 
     def hand_on(number: int, frame: FrameType | None) -> None:
         again, now = bool(come), time.monotonic()
         if again and now - come[0][1] < process.SAME_SECONDS:
             return
         come.append((number, now))
-        for rank in ranks:
-            rank.send_signal(signal.SIGKILL if again else signal.SIGTERM)
+        for each in ranks:
+            each.send_signal(signal.SIGKILL if again else signal.SIGTERM)
 
+    for number in process.stop_signals():
+        signal.signal(number, hand_on)
     with socket.socket() as held:  # bound, but not listening: nobody else gets the port before rank 0 does
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("", 0))
+        port = held.getsockname()[1]
+        if not sys.platform.startswith("linux"):
+            held.close()  # elsewhere rank 0 could not bind it either
         shared = {
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)),
             **os.environ,
@@ -98,28 +105,26 @@ def launch(arguments: list[str], processes: int) -> int:
             "WORLD_SIZE": str(processes),
             "LOCAL_WORLD_SIZE": str(processes),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(held.getsockname()[1]),
+            "MASTER_PORT": str(port),
         }
         words = [sys.executable, "-m", "smopd.train", *arguments]
-        ranks = [
-            subprocess.Popen(
-                words, env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, start_new_session=True
-            )
-            for rank in range(processes)
-        ]
-        for number in process.stop_signals():
-            signal.signal(number, hand_on)
+        for rank in range(processes):
+            own = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(subprocess.Popen(words, env=own, start_new_session=True))
+        if come:  # meanwhile
+            for each in ranks:
+                each.terminate()
         failed, since = 0, 0.0
-        while running := [rank for rank in ranks if rank.poll() is None]:
-            if not failed and (failed := next((code for rank in ranks if (code := rank.returncode)), 0)):
+        while running := [each for each in ranks if each.poll() is None]:
+            if not failed and (failed := next((code for each in ranks if (code := each.returncode)), 0)):
                 since = time.monotonic()
-                for rank in running:
-                    rank.terminate()
+                for each in running:
+                    each.terminate()
             elif failed and time.monotonic() - since > END_SECONDS:
-                for rank in running:
-                    rank.kill()
+                for each in running:
+                    each.kill()
             time.sleep(0.1)
-    code = failed or next((code for rank in ranks if (code := rank.returncode)), 0)
+    code = failed or next((code for each in ranks if (code := each.returncode)), 0)
     return 128 + come[0][0] if come and code else code if code >= 0 else 128 - code
 
 
