@@ -25,7 +25,7 @@ from smopd.kernels.types import TokenTerms
 GPU = torch.cuda.is_available()
 INTERPRETED_ROWS = 2
 SMALL_VOCABULARY = 10_000  # larger ones have several parts anyway
-PARTS = 2  # about, of a small row in the split kernel
+PARTS = 3  # about, of a small row in the split kernel
 
 
 def fuse_in_the_interpreter() -> None:
