@@ -71,7 +71,7 @@ def on_this_machine(model: Model) -> bool:
 def launch(arguments: list[str], processes: int) -> int:
     """Run the command in `processes` local ranks, at most one per GPU; return the exit status.
 
-    torchrun's agent does the same, four seconds later: it imports torch.
+    torchrun's agent does the same, but takes seconds to import torch.
     """
     if any(map(os.path.exists, GPU_DRIVERS)):
         import torch

@@ -53,8 +53,8 @@ def test_a_commands_help_needs_no_torch():
 def test_without_the_extra_a_command_names_what_to_install():
     done = python("-S", "-c", EACH)  # -S: a Python without any installed package
     for name, line in zip(COMMANDS, done.stdout.splitlines(), strict=True):
-        told = rf"{name}\|error: not installed: (.*?); .* pip install 'smopd\[train\]'.*\|False"
-        absent = re.fullmatch(told, line)
+        expected = rf"{name}\|error: not installed: (.*?); .* pip install 'smopd\[train\]'.*\|False"
+        absent = re.fullmatch(expected, line)
         assert absent and absent[1].split(", ") == TRAIN, line
 
 

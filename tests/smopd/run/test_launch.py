@@ -96,7 +96,7 @@ def test_a_stopped_rank_ends_the_run_after_the_time_out(tmp_path):
 
 
 RANK = """#!/bin/bash
-trap "touch told" TERM
+trap "touch terminated" TERM
 echo "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR $@" > "rank_$RANK"
 until [ "$RANK" = 1 -a -e rank_0 ]; do sleep 0.05; done
 exit 3
@@ -117,7 +117,7 @@ def test_when_a_rank_fails_the_launcher_ends_the_others_by_force_if_needed(tmp_p
             signal.signal(number, handler)
     words = "2 2 127.0.0.1 -m smopd.train r.yaml --seed 1\n"
     assert [(tmp_path / f"rank_{rank}").read_text() for rank in (0, 1)] == [f"0 0 {words}", f"1 1 {words}"]
-    assert (tmp_path / "told").exists()
+    assert (tmp_path / "terminated").exists()
 
 
 BY_RANK = """
