@@ -1,4 +1,4 @@
-"""Argument checks. Ids are checked on a CPU only: elsewhere the check would synchronize."""
+"""Argument checks of the operations. Ids are checked only on a CPU: on a GPU a check would synchronize."""
 
 import math
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def check_tensor(
     *,
     like: tuple[str, Tensor] | None = None,
 ) -> None:
-    """Check a tensor. A letter in `sizes` allows any size; `like` is (name, tensor) to match."""
+    """Check shape, dtype and device. A string in `sizes` allows any size; `like`: (name, tensor) to match."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} is {type(value).__name__}, expected a tensor of shape {_shape(sizes)}")
     fits = len(value.shape) == len(sizes) and all(
@@ -97,7 +97,7 @@ def check_teachers(
     check_tensor(op, name, ids_NMS, (n_rows, "M", "S"), INTS, like=like)
     check_tensor(op, f"{prefix}logps_NMS", logps_NMS, ids_NMS.shape, FLOATS, like=(name, ids_NMS))
     want = tuple(ids_NMS.shape[:2])
-    expected = f"(M,), (N, M) or what broadcasts to {want}"
+    expected = f"(M,), (N, M) or a shape that broadcasts to {want}"
     if not isinstance(log_alpha, Tensor):
         raise TypeError(f"{op}: log_alpha is {type(log_alpha).__name__}, expected a tensor, {expected}")
     shape = (1,) * (2 - log_alpha.dim()) + tuple(log_alpha.shape)
@@ -120,7 +120,7 @@ def check_loss_tokens(op: str, tokens: LossTokens, settings: LossSettings, like:
     has_target = tokens.target_ids_NS is not None or tokens.target_logps_NS is not None
     has_teachers = tokens.teacher_ids_NMS is not None or tokens.teacher_logps_NMS is not None
     if has_target and has_teachers:
-        raise ValueError(f"{op}: both a target and teachers came, expected target_* or teacher_*, not both")
+        raise ValueError(f"{op}: got both a target and teachers, expected only target_* or only teacher_*")
     if has_target:
         check_target(op, tokens.target_ids_NS, tokens.target_logps_NS, like)
     if has_teachers:
@@ -154,7 +154,7 @@ def check_rewards(op: str, rewards_RK: Any, group_R: Any, options: AdvantageOpti
 
 
 def require_ids(op: str, name: str, ids: Tensor, n_vocab: int, live: Tensor | None = None) -> None:
-    """Check that the ids are in [0, n_vocab). live: a mask of the ids to check."""
+    """Check that the ids are in [0, n_vocab). live: mask of the ids to check; None: all."""
     bad = (ids < 0) | (ids >= n_vocab)
     bad = bad if live is None else bad & live
     if bool(bad.any()):
@@ -176,7 +176,7 @@ def require_loss_ids(op: str, tokens: LossTokens, settings: LossSettings, n_voca
     if target is None or not bool(((target.ids < 0) | (target.ids >= n_vocab)).any()):
         return
     name, ids_NS, logps_NS = "target_ids_NS", target.ids, target.logps
-    if target.log_alpha is not None:  # ids that the mixture drops may be anything
+    if target.log_alpha is not None:  # ids that the mixture drops may have any value
         candidates = (target.ids, target.logps, target.log_alpha, target.kappa)
         mixture = dispatch.definition("teacher_mixture")(*candidates, merge=target.merge)
         name, ids_NS, logps_NS = "teacher_ids_NMS", mixture.ids_NS, mixture.logps_NS

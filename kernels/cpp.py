@@ -31,9 +31,9 @@ def topk_logprobs(
 
 
 class RunningTopK:
-    """topk_logprobs over consecutive pieces of the vocabulary, with the same bits."""
+    """topk_logprobs over consecutive pieces of the vocabulary, bit-identical to a single call."""
 
-    step = 2048  # kBlockLength: every piece but the last has a multiple of it
+    step = 2048  # kBlockLength: the width of every piece but the last is a multiple of it
 
     def __init__(self, like: Tensor, n_rows: int, kappa: int, token_ids_N: Tensor | None, temperature: float):
         self.kappa, self.token_ids_N, self.temperature = kappa, token_ids_N, temperature
@@ -44,9 +44,9 @@ class RunningTopK:
         torch.ops.smopd.topk_piece_cpu(logits_NP.detach(), *options, *self.known)
 
     def result(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return ids, logps, token_logp ((0,) without tokens) and valid, (N,) bool.
+        """Return ids, logps, token_logp (of shape (0,) without tokens) and valid ((N,) bool).
 
-        Rows with a NaN or with fewer than kappa logits above -inf are not valid.
+        A row with a NaN, or with fewer than kappa logits above -inf, is not valid.
         """
         options = (self.kappa, self.token_ids_N is not None, self.temperature)
         return torch.ops.smopd.topk_end_cpu(*self.known, *options)

@@ -1,7 +1,7 @@
 """Choice of the backend: C++ (cpp) on a CPU, Triton on a GPU, else plain PyTorch (reference).
 
-SMOPD_BACKEND=reference|cpp|triton forces one; a call that it cannot serve raises (triton on a CPU needs
-TRITON_INTERPRET=1). Operations without a kernel run on the reference even if a backend is forced.
+SMOPD_BACKEND=reference|cpp|triton forces a backend; a call that it cannot serve then raises. Operations that
+it does not implement still run on the reference. On a CPU, triton needs TRITON_INTERPRET=1.
 """
 
 import functools
@@ -29,7 +29,7 @@ MODULES: dict[str, dict[str, str]] = {
     "draw": {"reference": "reference.topk", "triton": "triton.draw"},
     "advantages": {"reference": "reference.advantages", "triton": "triton.advantages"},
 }
-"""Operation -> backend -> the module of smopd.kernels with the function of that name."""
+"""Operation -> backend -> the module in smopd.kernels that defines a function with the operation's name."""
 
 _log = logging.getLogger("smopd")
 
@@ -37,9 +37,9 @@ _log = logging.getLogger("smopd")
 def serving(op: str, tensor: Tensor, **facts: Any) -> Callable[..., Any]:
     """Return the function that computes op for a tensor of this device and dtype.
 
-    facts: other inputs of a backend's limits: n_vocab (if the tensor is not the logits), kappa, n_support
-        target entries, n_pooled candidates of the teachers.
-    Raise ValueError for an unknown SMOPD_BACKEND, RuntimeError if it cannot serve this call.
+    facts: other sizes that backends limit: n_vocab (if the tensor is not the logits), kappa, n_support
+        (target entries), n_pooled (candidates of all teachers).
+    Raise ValueError for an unknown SMOPD_BACKEND, and RuntimeError if it cannot serve this call.
     """
     function = getattr(_module(MODULES[op][backend_for(op, tensor, **facts)]), op)
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
@@ -48,12 +48,12 @@ def serving(op: str, tensor: Tensor, **facts: Any) -> Callable[..., Any]:
 
 
 def definition(op: str) -> Callable[..., Any]:
-    """Return the reference's function."""
+    """Return the reference implementation of op."""
     return getattr(_module(MODULES[op]["reference"]), op)
 
 
 def running_topk(tensor: Tensor, **facts: Any) -> Any:
-    """Return the backend's class for topk_logprobs over pieces of the vocabulary, or None."""
+    """Return the backend's class that computes topk_logprobs piece by piece of the vocabulary, or None."""
     backend = backend_for("topk_logprobs", tensor, **facts)
     return getattr(_module(MODULES["topk_logprobs"][backend]), "RunningTopK", None)
 
@@ -90,7 +90,7 @@ def _why_not(backend: str, op: str, tensor: Tensor, facts: dict[str, Any]) -> st
     if on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
         return "the tensor is on cpu, expected a GPU, or TRITON_INTERPRET=1"
     if torch.version.hip:
-        return "the kernels hold PTX, which AMD's GPUs do not run"
+        return "the kernels contain PTX, which AMD GPUs cannot run"
     if not _has_triton():
         return "triton is not installed"
     unserved = getattr(_module(MODULES[op][backend]), "unserved", None)
@@ -98,7 +98,7 @@ def _why_not(backend: str, op: str, tensor: Tensor, facts: dict[str, Any]) -> st
 
 
 def _on_device(device: torch.device, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a launcher: Triton launches on the current device."""
+    """Make `device` current during a call of function, because Triton launches on the current device."""
 
     @functools.wraps(function)
     def guarded(*arguments: Any, **options: Any) -> Any:

@@ -1,8 +1,8 @@
-"""A linear head in chunks of rows: logits, and the three matrix products, without an fp32 copy of the weight.
+"""A linear head in chunks of rows: its logits and two gradients, without an fp32 copy of the whole weight.
 
-Products are summed in fp32 or better. If a half-precision GEMM cannot return fp32, and on CPUs without bf16
-instructions, the factors are converted piece by piece. oneDNN's bf16 product on AMX (torch 2.13) reads the
-left factor past the end of a row and multiplies the padding by 0, so the padding must be finite.
+Products are accumulated in fp32 or better. If a half-precision GEMM cannot return fp32, and on CPUs without
+bf16 instructions, the factors are converted piece by piece. oneDNN's bf16 product on AMX (torch 2.13) reads
+the left factor past the end of a row and multiplies the padding by 0, so the padding must be finite.
 
 Shapes: N tokens, V vocabulary (or a piece of it), D hidden.
 """
@@ -18,7 +18,7 @@ from smopd.kernels.types import compute_dtype
 CHUNK_BYTES = 5 << 28  # 1.25 GiB: 4,096 rows of 152,064 in bf16, so 8,192 tokens are two chunks
 CHUNK_BYTES_CPU = 160 << 20  # at N 2048, D 512, V 151936 in fp32 the peak is under a tenth of eager's
 ROW_UNIT, ROW_UNIT_CPU = 128, 16  # a chunk has a multiple of this many rows if the budget allows it
-PIECE_BYTES = 8 << 20  # of an fp32 piece of the weight, or of the logits' gradient
+PIECE_BYTES = 8 << 20  # size of an fp32 piece of the weight or of the logits' gradient
 ROW_ALIGN_BYTES = 128  # a cache line of a GPU, more than any GEMM needs
 
 
@@ -34,7 +34,7 @@ def rows_per_chunk(hidden_ND: Tensor, n_vocab: int, chunk_bytes: int | None) -> 
 def logit_chunks(
     hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, chunk_bytes: int | None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the rows of each chunk and their logits, at least one chunk; all in one buffer."""
+    """Yield the rows of each chunk and their logits, at least one chunk. All chunks reuse one buffer."""
     n_vocab, unit = weight_VD.shape[0], ROW_UNIT_CPU if hidden_ND.device.type == "cpu" else ROW_UNIT
     blocks = row_blocks(hidden_ND.shape[0], rows_per_chunk(hidden_ND, n_vocab, chunk_bytes), unit)
     buffer_NV = logits_buffer(max(rows.stop - rows.start for rows in blocks), n_vocab, hidden_ND)
@@ -47,7 +47,7 @@ def logit_chunks(
 def row_blocks(n_rows: int, most: int, unit: int) -> list[slice]:
     """Split the rows into the fewest nearly equal blocks of at most `most` rows, at least one block.
 
-    All blocks but the last have a multiple of `unit` rows if most >= unit, so that columns start at 16 bytes.
+    If most >= unit, every block but the last has a multiple of `unit` rows, so that slices are aligned.
     """
     unit = unit if most >= unit else 1
     n_blocks = max(-(-n_rows // (max(most, 1) // unit * unit)), 1)
@@ -116,7 +116,7 @@ def _product_into(out: Tensor, left: Tensor, right: Tensor, accumulate: bool) ->
 
 
 def _one_gemm(factor: Tensor, out: Tensor, accumulate: bool = False) -> bool:
-    """Whether one GEMM of such factors computes `out` precisely and fast."""
+    """Return whether one GEMM of such factors computes `out` precisely and fast."""
     if factor.dtype == compute_dtype(factor.dtype) or (factor.is_cuda and torch.version.hip is None):
         return True
     rounded_once = factor.dtype == out.dtype and not accumulate
@@ -128,7 +128,7 @@ def cpu_multiplies_bf16() -> bool:
 
 
 def _pieces(weight_VD: Tensor, n_rows: int) -> Iterator[slice]:
-    """Split the weight's rows so that an fp32 copy, or (N, piece) in fp32, takes about PIECE_BYTES."""
+    """Yield slices of the weight's rows whose fp32 copy, or (N, slice) in fp32, takes about PIECE_BYTES."""
     step = max(64, PIECE_BYTES // (4 * max(weight_VD.shape[1], n_rows, 1)))
     for start in range(0, weight_VD.shape[0], step):
         yield slice(start, min(start + step, weight_VD.shape[0]))

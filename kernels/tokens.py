@@ -9,7 +9,7 @@ from smopd.kernels.types import LossSettings, LossStats, LossTokens, TokenTerms,
 
 STATS_FIELDS = tuple(field.name for field in fields(LossStats))
 TERMS = tuple(field.name for field in fields(TokenTerms))
-BLOCK = 1024  # torch sums this many numbers on one thread
+BLOCK = 1024  # torch sums up to this many numbers on one thread
 
 
 def counted(tokens: LossTokens) -> Tensor:
@@ -23,7 +23,7 @@ def reverse_weight(tokens: LossTokens) -> Tensor | None:
 
 
 def coefficients(tokens: LossTokens, settings: LossSettings, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-    """Return the factors of surrogate, KL, reverse term and entropy in the loss; None: the term is off."""
+    """Return each token's factors of surrogate, KL, reverse term and entropy; None if the term is off."""
 
     def scaled(weight_N: Tensor | None, coef: float, enabled: bool = True) -> Tensor | None:
         return None if weight_N is None or coef == 0.0 or not enabled else coef * weight_N.to(dtype)
@@ -56,9 +56,9 @@ def join_terms(parts: list[TokenTerms]) -> TokenTerms:
 
 
 def steady_sum(values_N: Tensor) -> Tensor:
-    """Return values_N.sum(), on a CPU in an order that does not depend on the number of threads.
+    """Return values_N.sum(). On a CPU its bits do not depend on the number of threads.
 
-    There, more than a block of values is summed in float64, block by block, and rounded once.
+    For this, more than BLOCK values are summed in float64, block by block, and rounded once.
     """
     if values_N.device.type != "cpu" or values_N.shape[0] <= BLOCK:
         return values_N.sum()

@@ -20,12 +20,12 @@ CLIP_REVERSE_LOW = 16  # the ratio of the reverse-KL term is clipped from below
 CLIP_REVERSE_HIGH = 32  # the ratio of the reverse-KL term is clipped from above
 
 LOG_RATIO_BOUND = 20.0  # clamp of log pi - log pi_old before exp (as verl does)
-TAIL_FLOOR = 2.0**-20  # a smaller teacher mass outside the support counts as 0 (ours: fp32 rounding of Q)
+TAIL_FLOOR = 2.0**-20  # a smaller teacher mass outside the support counts as 0 (ours): it may be rounding
 
 REVERSE_KL_SURROGATES = ("paper", "ppo")
 
-EQUAL_ULPS = 8  # rewards of a group that differ by no more ulps count as equal (ours)
-CONFLICT_FLOOR = 1e-8  # a smaller per-reward advantage has no sign (GD2PO)
+EQUAL_ULPS = 8  # rewards of a group that differ by at most this many ulps count as equal (our choice)
+CONFLICT_FLOOR = 1e-8  # a smaller per-reward advantage counts as neither positive nor negative (GD2PO)
 TOKEN_VAR_EPS = 1e-8  # added to the variance when whitening over tokens (verl's masked_whiten)
 
 
@@ -108,7 +108,7 @@ class LossTokens:
     reverse_weight_N: Tensor | None = None
 
     def at(self, rows: slice | Tensor) -> LossTokens:
-        """Select rows. log_alpha is indexed only if it has a row per token."""
+        """Return the tokens at these rows. log_alpha is indexed only if it has a row per token."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.log_alpha is not None and self.log_alpha.shape[:-1] != self.token_ids_N.shape:
             del tensors["log_alpha"]
@@ -121,7 +121,7 @@ class LossSettings:
 
     Attributes:
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
-        dual_clip: c > 1: with a negative advantage the surrogate is at most c * |adv|. None: off.
+        dual_clip: c above 1, which limits the surrogate of a negative advantage to c * |adv|. None: off.
         opd_coef: lambda of Eq. 9; multiplies the forward KL and the reverse term.
         entropy_coef: multiplies the weighted entropy, which the loss subtracts.
         kappa: entries kept of the teachers' candidates; used only with LossTokens.teacher_*.
@@ -183,7 +183,7 @@ class LossStats(TokenColumns):
         entropy_N: (N,) entropy of the student at `temperature`, nats.
         kl_N: (N,) forward KL at kl_temperature, unweighted and unclamped; 0 without a target.
         teacher_mass_N: (N,) mass Q of the target; 0 without a target.
-        student_mass_N: (N,) the student's mass on the target's support at kl_temperature, each id once.
+        student_mass_N: (N,) the student's mass at kl_temperature on the target's ids, each counted once.
         clipped_N: (N,) int8, a sum of CLIP_* bits.
         pg_loss, kl_loss, entropy, reverse_loss: 0-dim weighted sums of the terms;
             loss = pg_loss + opd_coef * (kl_loss + reverse_loss) - entropy_coef * entropy.

@@ -23,7 +23,7 @@ def grpo_advantages(
 
     Args:
         rewards_RK: (R, K); NaN marks a reward that could not be scored.
-        group_R: (R,) int64, a number per prompt, in any order. All responses of a group are on one rank.
+        group_R: (R,) int64, one number per prompt, in any order. A group's responses must be on one rank.
         weights_K: (K,) or None: all 1.
     Returns:
         adv_R: (R,).
@@ -51,8 +51,8 @@ def gdpo_advantages(
         None:        A
 
     Sigmas are unbiased. A_k is exactly 0 if the reward is NaN, if no other reward of the group can be scored,
-    and if the rewards of the group are equal up to rounding. Whitening leaves out a response that no reward
-    of nonzero weight scored, and A_R is 0 for it.
+    and if the rewards of the group are equal up to rounding. Whitening leaves out responses that no reward
+    of nonzero weight scored; their A_R is 0.
 
     Args:
         rewards_RK, group_R: as in grpo_advantages.
@@ -81,10 +81,10 @@ def gd2po_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Compute GDPO advantages, dropping responses whose rewards disagree (GD2PO).
 
-    As in the official code: normalise each reward in its group to A_k. A response conflicts if some
-    w_k A_k with |A_k| > 1e-8 are positive and others negative; with snr_threshold also
-    |sum_k w_k A_k| / (sum_k |w_k A_k| + norm_eps) must be below it. A conflicting response gets 0, the others
-    sum_k w_k A_k times the share of their group that is kept. Whiten over the kept responses.
+    As in the official code, each reward is normalised in its group to A_k. A response conflicts if some
+    w_k A_k with |A_k| > 1e-8 are positive and others negative; with snr_threshold, the ratio
+    |sum_k w_k A_k| / (sum_k |w_k A_k| + norm_eps) must also be below it. A conflicting response gets 0; any
+    other gets sum_k w_k A_k times the kept share of its group. Whitening is over the kept responses.
 
     Args:
         rewards_RK, group_R, weights_K, lengths_R, whiten, process_group: see gdpo_advantages.
@@ -113,7 +113,7 @@ def _advantages(
     " float? snr_threshold, float norm_eps) -> (Tensor adv, Tensor kept)",
 )
 def _operator(rewards: Tensor, group: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    """Take the fields of AdvantageOptions. kept has no elements except for GD2PO."""
+    """Return adv and kept; options are the fields of AdvantageOptions. kept is empty except for GD2PO."""
     serve = dispatch.serving("advantages", rewards)
     adv, kept = serve(rewards, group, AdvantageOptions(*options), None)
     return adv, rewards.new_empty(0, dtype=torch.bool) if kept is None else kept

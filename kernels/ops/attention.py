@@ -1,6 +1,6 @@
 """Attention on a CPU without a mask: each piece attends to itself and to the prompt it shares with others.
 
-The two results are combined by their log-sum-exp. Computed in fp32: bf16 products are slow on many CPUs.
+The two results are combined by their log-sum-exp. All is fp32: bf16 products are slow on many CPUs.
 
 Shapes: T positions of a packed batch, H heads, K key-value heads, G = H / K, d head dimension.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 Piece = tuple[int, int, int, int]
-"""First and last + 1 of its rows, then of its prompt's rows (equal if there is no prompt)."""
+"""Start and end of its rows, then start and end of its prompt's rows (equal if there is no prompt)."""
 
 
 def by_halves(
@@ -97,7 +97,7 @@ def _wide(x_TNd: Tensor, kv_heads: int, group: int) -> Tensor:
 
 
 def _halves(pieces: Sequence[Piece]) -> Iterator[tuple[slice, slice, bool]]:
-    """Yield (rows, keys, causal): each piece with itself, then the pieces of a prompt with the prompt."""
+    """Yield (rows, keys, causal): each piece of a prompt with itself, then all of them with the prompt."""
     for (begin, end), members in groupby(pieces, key=lambda piece: piece[2:]):
         unit = list(members)
         for first, last, *_ in unit:

@@ -1,6 +1,6 @@
-"""Registration of the operators torch.ops.smopd.*: one node each for torch.compile and torch.export.
+"""Registration of the operators torch.ops.smopd.*: each is one node for torch.compile and torch.export.
 
-Calls take two thirds of the host time of torch.library.custom_op or less.
+A call takes at most two thirds of the host time of one through torch.library.custom_op.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from smopd.kernels.types import compute_dtype
 
 NAMESPACE = "smopd"
-_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # collecting it would unregister the operators
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # garbage collection would unregister the operators
 
 
 class Operator:
@@ -64,5 +64,5 @@ def operator(name: str, schema: str, n_leaves: int = 0) -> Callable[[Callable[..
 
 
 def empty_column(like: Tensor, *shape: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """Return an empty tensor on like's device, in the compute dtype unless given."""
+    """Return an uninitialized tensor on like's device, by default in like's compute dtype."""
     return like.new_empty(shape, dtype=dtype or compute_dtype(like.dtype))

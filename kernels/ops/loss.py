@@ -1,7 +1,7 @@
-"""The loss of packed tokens on their logits, or on a linear head's hidden states.
+"""The loss of packed tokens, from their logits or from the hidden states and weight of a linear head.
 
-Forward also computes the gradients, which backward scales. Of a head, logits exist for one chunk of tokens at
-a time:
+Forward also computes the gradients; backward only scales them. With a head, logits exist for one chunk of
+tokens at a time:
 
 logits   = hidden @ weight.T + bias     in the inputs' dtype
 dlogits  = loss_rows(logits)            in the memory of the logits
@@ -42,8 +42,8 @@ def smopd_loss(
     with ratio = exp(clamp(logp - old_logp, -20, 20)) at settings.temperature (1 without old_logp),
 
         surrogate = max(-adv ratio, -adv clip(ratio, 1 - clip_low, 1 + clip_high));
-                    with dual_clip c and adv < 0 at most -c adv,
-        kl        = topk_forward_kl's at settings.kl_temperature,
+                    if adv < 0, dual_clip c limits it to -c adv,
+        kl        = kl_N of topk_forward_kl at settings.kl_temperature,
         reverse   = -clip(ratio) reverse_adv (Eq. 17), or with "ppo" the form of the surrogate,
         entropy   = the row's entropy at settings.temperature.
 
@@ -51,14 +51,14 @@ def smopd_loss(
     A NaN in the target of a token makes its KL, both masses and its gradient NaN.
 
     fp16 logits: forward rounds the gradient to fp16 for an upstream gradient of 1, so entries below 2^-14
-    lose bits and entries below 2^-25 become 0. A loss scale comes too late. Multiply the weights by a power
-    of two and divide the loss by it: (loss / 8192).backward().
+    lose bits and entries below 2^-25 become 0. Scaling the loss comes too late. Instead, multiply the weights
+    by a power of two and divide the loss by it, as in (loss / 8192).backward().
 
     Args:
         logits_NV: (N, V), unit stride along V.
         tokens: of the same N and device.
         inplace: write the gradient into the memory of the logits, which must be the whole output of an
-            operation. Any later use of their values raises, and so does a second backward. Without
+            operation. Any later use of the logits raises, and so does a second backward. Without
             requires_grad nothing is written.
     Returns:
         loss: 0-dim, differentiable (once) in logits_NV; and detached LossStats.
@@ -104,7 +104,7 @@ def objective_of(flat: Sequence[Any]) -> tuple[LossTokens, LossSettings]:
 
 
 def packed_stats(stats: LossStats) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the values of STATS_SCHEMA, (C, N), (N,) and (4,): outputs of an operator share no memory."""
+    """Return the tensors of STATS_SCHEMA, (C, N), (N,) and (4,); an operator's outputs share no memory."""
     columns, sums = (_stacked([getattr(stats, name) for name in names]) for names in (_COLUMNS, _SUMS))
     return columns, stats.clipped_N, sums
 
@@ -131,7 +131,7 @@ def fake_loss(like: Tensor, n_rows: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 
 def serving_rows(tensor: Tensor, tokens: LossTokens, settings: LossSettings, **facts: int) -> Callable:
-    """Return the loss_rows for this call. facts: n_vocab, if the tensor is not the logits."""
+    """Return the loss_rows that serves this call. facts: n_vocab, if the tensor is not the logits."""
     target = loss_target(tokens, settings)
     if target is not None:
         facts |= {"n_support": target.n_entries, "n_pooled": target.n_pooled}
@@ -152,7 +152,7 @@ def _loss_of_rows(
     n_leaves=1,
 )
 def _loss(logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """Return the gradient as (0, V) without need_grad."""
+    """Return the loss, its gradient ((0, V) without need_grad) and the statistics."""
     *objective, need_grad = rest
     tokens, settings = objective_of(objective)
     grad = torch.empty_like(logits) if need_grad else logits.new_empty((0, logits.shape[1]))
@@ -170,7 +170,7 @@ def _(logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 def register_computed_gradients(op: Operator) -> None:
     """Register a backward that scales the leaves' gradients, which the forward returned after the loss.
 
-    The last arguments of the operator say which leaves need one.
+    The operator's last n_leaves arguments say which leaves need a gradient.
     """
 
     def setup(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -209,7 +209,7 @@ def _scaled(grad: Tensor, dloss: Tensor, dtype: torch.dtype) -> Tensor:
 class _LossInPlace(torch.autograd.Function):
     """Overwrites the logits with the gradient and marks their owner dirty, so that later uses raise.
 
-    owner: the base tensor of the logits; autograd cannot mark a view dirty beside other outputs.
+    owner: the base tensor of the logits; autograd cannot mark a view dirty if there are other outputs.
     layout: size, stride and offset of the logits in it.
     """
 
@@ -264,7 +264,7 @@ def linear_smopd_loss(
     bias_V: Tensor | None = None,
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor, LossStats]:
-    """Compute smopd_loss of the logits hidden @ weight.T + bias without holding (N, V).
+    """Compute smopd_loss of the logits hidden @ weight.T + bias without materializing all (N, V) of them.
 
     Logits have the inputs' dtype and are computed a chunk of tokens at a time. Forward also computes the
     gradients that are needed; backward scales them by the upstream gradient, in place unless the graph is
@@ -336,7 +336,7 @@ def _dweight_dtype(hidden: Tensor, weight: Tensor, chunk_bytes: int | None) -> t
     n_leaves=3,
 )
 def _linear_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-    """Return gradients that are not needed as (0,)."""
+    """Return the loss, the gradients ((0,) if not needed) and the statistics."""
     tokens, settings = objective_of(rest[:N_OBJECTIVE])
     chunk_bytes, *need = rest[N_OBJECTIVE:]
     checks.require_loss_ids(LINEAR, tokens, settings, weight.shape[0])

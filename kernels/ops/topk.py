@@ -1,7 +1,7 @@
 """The kappa most likely tokens of each row of logits, or of a linear head without holding all logits.
 
-Of a head, the C++ backend multiplies many rows with one piece of the vocabulary at a time, so that logits
-stay in the cache. Other backends, and rows with special values, use chunks of whole rows.
+For a head, the C++ backend multiplies many rows with one piece of the vocabulary at a time, so that logits
+stay in the cache. Other backends, and rows with NaN or too few logits above -inf, use chunks of whole rows.
 
 Shapes: N packed response tokens, D hidden, V vocabulary, P a piece of it, S support entries (kappa).
 """
@@ -19,7 +19,7 @@ from smopd.kernels.ops.library import empty_column, operator
 from smopd.kernels.types import TopK
 
 OP, LINEAR = "topk_logprobs", "linear_topk_logprobs"
-PIECE_BYTES = 8 << 20  # of logits: they stay in the cache of a CPU
+PIECE_BYTES = 8 << 20  # of logits at a time: they stay in the cache of a CPU
 PIECE_ROWS = 1024  # rows that share one read of the weight
 Head = tuple[Tensor, Tensor, Tensor | None]  # hidden, weight, bias
 
@@ -62,7 +62,7 @@ def topk_logprobs(
 def _topk(
     logits: Tensor, kappa: int, token_ids: Tensor | None, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return token_logp of shape (0,) without token_ids."""
+    """Return ids, logps and token_logp, which has shape (0,) without token_ids."""
     checks.require_token_ids(OP, token_ids, logits.shape[1])
     serve = dispatch.serving("topk_logprobs", logits, kappa=kappa)
     top = serve(logits, kappa, token_ids_N=token_ids, temperature=temperature)
@@ -87,7 +87,7 @@ def linear_topk_logprobs(
     temperature: float = 1.0,
     chunk_bytes: int | None = None,
 ) -> TopK:
-    """Compute topk_logprobs of the logits hidden @ weight.T + bias without holding (N, V).
+    """Return topk_logprobs of the logits hidden @ weight.T + bias without materializing all (N, V) of them.
 
     Logits have the inputs' dtype. kappa=0 returns only the tokens' log-probabilities. Not differentiable.
 
@@ -112,7 +112,7 @@ def linear_topk_logprobs(
 def _of_chunks(
     head: Head, kappa: int, token_ids_N: Tensor | None, temperature: float, chunk_bytes: int | None
 ) -> list[Tensor]:
-    """Compute the columns by topk_logprobs on chunks of whole rows."""
+    """Return ids, logps and token_logp, computed by topk_logprobs on chunks of whole rows."""
     serve = dispatch.serving("topk_logprobs", head[0], n_vocab=len(head[1]), kappa=kappa)
     parts = []
     for rows, logits_NV in logit_chunks(*head, chunk_bytes):
@@ -131,7 +131,7 @@ def _of_pieces(
     temperature: float,
     chunk_bytes: int | None,
 ) -> list[Tensor]:
-    """Compute the columns and their valid rows by a backend's RunningTopK over pieces of the vocabulary."""
+    """Return ids, logps, token_logp and valid, computed by RunningTopK over pieces of the vocabulary."""
     hidden_ND, weight_VD, bias_V = head
     n_vocab = len(weight_VD)
     budget = min(PIECE_BYTES, chunk_bytes or PIECE_BYTES) // hidden_ND.element_size()

@@ -1,4 +1,4 @@
-"""Group advantages in plain PyTorch: GRPO, GDPO (Eq. 1 to 3) and GD2PO. Also the backend of CPUs.
+"""Group advantages in plain PyTorch: GRPO, GDPO (Eq. 1 to 3) and GD2PO. CPUs use this backend, too.
 
 Computed in fp64 for every dtype (the tensors are small), returned in fp32, or fp64 for fp64 rewards.
 """
@@ -17,13 +17,13 @@ from smopd.kernels.types import CONFLICT_FLOOR, EQUAL_ULPS, TOKEN_VAR_EPS, Advan
 
 @dataclass(frozen=True)
 class _Groups:
-    """index_R: index of each response's group; size_R: number of responses of group 0, 1, ..."""
+    """Groups of responses. index_R: index of each response's group; size_R: size of group 0, 1, ..."""
 
     index_R: Tensor
     size_R: Tensor
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return (R, ...), of which row g is the sum over group g."""
+        """Return (R, ...) whose row g is the sum over group g."""
         return torch.zeros_like(values).index_add_(0, self.index_R, values)
 
     def extreme(self, values: Tensor, which: str) -> Tensor:
@@ -44,8 +44,8 @@ def _groups(group_R: Tensor) -> _Groups:
 def _normalise(values_RK: Tensor, size_RK: Tensor, groups: _Groups, norm_eps: float, ulp: float) -> Tensor:
     """Return (value - mean) / (sigma + norm_eps) over the values of each group that are not NaN.
 
-    Exactly 0 for a NaN, in a group with one value, and in a group whose values are equal up to rounding:
-    within EQUAL_ULPS of the largest size_RK, the magnitude of the terms of a value.
+    It is exactly 0 for a NaN, in a group with one value, and in a group whose values differ by at most
+    EQUAL_ULPS ulps of the group's largest size_RK. size_RK: the summed magnitude of a value's terms.
     """
     known_RK = ~values_RK.isnan()
     values_RK = torch.where(known_RK, values_RK, 0.0)
@@ -62,7 +62,7 @@ def _normalise(values_RK: Tensor, size_RK: Tensor, groups: _Groups, norm_eps: fl
 
 
 def _whitened(adv_R: Tensor, count_R: Tensor, whiten: str, norm_eps: float, process_group: Any) -> Tensor:
-    """Whiten over the samples of all ranks of process_group; adv_R counts count_R times."""
+    """Return adv_R whitened over the ranks of process_group. Each entry counts as count_R samples."""
     count = steady_sum(count_R)
     mean = steady_sum(count_R * adv_R) / count.clamp(min=1)
     m2 = steady_sum(count_R * (adv_R - mean) ** 2)

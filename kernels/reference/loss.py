@@ -1,4 +1,4 @@
-"""smopd_loss in plain PyTorch, in chunks of rows: terms and, by closed forms, the gradient of the logits."""
+"""smopd_loss in plain PyTorch, in chunks of rows: its terms and the closed-form gradient in the logits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from smopd.kernels.tokens import (
 )
 from smopd.kernels.types import LossSettings, LossStats, LossTokens, TokenTerms, compute_dtype, loss_target
 
-LOGP_FLOOR = -1.0e4  # its exp is 0 in fp64: in the entropy -inf * 0 becomes 0, and NaN stays NaN
+LOGP_FLOOR = -1.0e4  # of log p in the entropy: exp is 0 there in fp64, so p log p is 0; NaN stays NaN
 
 
 def loss_rows(
@@ -32,9 +32,9 @@ def loss_rows(
     *,
     entropy: bool = True,
 ) -> TokenTerms:
-    """Compute each token's terms and, into grad_NV if given, the loss's gradient.
+    """Return each token's terms, and write the loss's gradient into grad_NV if it is given.
 
-    grad_NV may be the logits. A backend may skip the entropy if `entropy` is False and its coefficient is 0.
+    grad_NV may be logits_NV. A backend may skip the entropy if `entropy` is False and its coefficient is 0.
     """
     parts, tokens = [], _without_uncounted_ids(tokens)
     entropy |= settings.entropy_coef != 0.0
@@ -45,7 +45,7 @@ def loss_rows(
 
 
 def _without_uncounted_ids(tokens: LossTokens) -> LossTokens:
-    """Replace the ids of tokens without any weight by 0: they may be out of range."""
+    """Return the tokens with the ids of those without any weight set to 0: they may be out of range."""
     uncounted_N = ~counted(tokens)
     known = {}
     for name in ("token_ids_N", "target_ids_NS", "teacher_ids_NMS"):
@@ -181,8 +181,8 @@ def log_softmax(logits_NV: Tensor) -> Tensor:
 class PreparedTarget:
     """A sparse target whose ids are all in range and, with a tail, distinct.
 
-    first_NS: one slot of each distinct id. live_N: whether the row has any support. tail_q_N: 1 - Q, None
-    without a tail. A NaN log-probability empties its slot and makes mass_N NaN, which makes the KL, both
+    first_NS: True at one slot of each distinct id. live_N: whether the row has any support. tail_q_N: 1 - Q;
+    None without a tail. A NaN log-probability empties its slot and makes mass_N NaN, which makes the KL, both
     masses and the KL's gradient NaN.
     """
 
@@ -242,8 +242,8 @@ def _mass_off(logps_NS: Tensor) -> Tensor:
 class KlRows:
     """The forward KL of rows to a target.
 
-    Without tail, dense_NV is the softmax. With tail it is the softmax off the support, and off_mass_N the
-    student's mass there: small masses keep their relative accuracy.
+    Without tail, dense_NV is the softmax. With tail, it is the softmax over the tokens off the support, and
+    off_mass_N is their total probability, so that small masses keep their relative accuracy.
     """
 
     dense_NV: Tensor
@@ -274,7 +274,7 @@ def kl_forward(logits_NV: Tensor, target: PreparedTarget, temperature: float) ->
 def kl_gradient(rows: KlRows, target: PreparedTarget, dkl_N: Tensor) -> Tensor:
     """Return T times the gradient of sum(dkl kl) in the logits, in the memory of rows.dense_NV.
 
-    dkl (W p_v - q_v - q_r p_v / p_r off the support), where W = Q, and Q + q_r with the tail bucket.
+    It is dkl (W p_v - q_v) on the support, dkl (W - q_r / p_r) p_v off it; W = Q + q_r, without tail q_r = 0.
     """
     grad_NV, tail_q_N = rows.dense_NV, target.tail_q_N
     slope_N = off_N = weighted(dkl_N, target.mass_N if tail_q_N is None else target.mass_N + tail_q_N)
@@ -297,7 +297,7 @@ def policy_gradient(
 ) -> Tensor:
     """Return T times the gradient of sum(dlogp logp + dentropy entropy) in the logits.
 
-    dlogp ([v = y] - p_v) - dentropy p_v (log p_v + H)
+    It is dlogp ([v = y] - p_v) - dentropy p_v (log p_v + H).
     """
     factor = -dlogp_N[:, None]
     if entropy_N is not None and dentropy_N is not None:

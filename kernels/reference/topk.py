@@ -27,7 +27,7 @@ def row_chunks(rows: Tensor) -> Iterator[slice]:
 
 
 def widen(logits_NV: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return logits / temperature in the compute dtype; the input itself if it already is that."""
+    """Return logits / temperature in the compute dtype; the input itself if that changes nothing."""
     wide_NV = logits_NV.to(compute_dtype(logits_NV.dtype))
     return wide_NV if temperature == 1.0 else wide_NV / temperature
 
@@ -49,7 +49,7 @@ def topk_logprobs(
 
 
 def _topk_lowest_ids(values_NV: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
-    """Return the sorted torch.topk with ties to the lower id."""
+    """Return the values and ids of a sorted torch.topk in which ties go to the lower id."""
     n_vocab = values_NV.shape[-1]
     top_NS, ids_NS = values_NV.topk(min(kappa + 1, n_vocab), dim=-1)
     if 0 < kappa < n_vocab:
@@ -77,7 +77,7 @@ def draw(logits_RV: Tensor, temperature: float, uniform_R: Tensor) -> tuple[Tens
     total_R = cumulative_RV[:, -1]
     aim_R = torch.minimum(uniform_R * total_R, total_R.nextafter(torch.zeros_like(total_R)))
     token_R = torch.searchsorted(cumulative_RV, aim_R[:, None], right=True)[:, 0]
-    token_R = token_R.clamp(max=logits_RV.shape[-1] - 1)  # a row of NaN exceeds nothing
+    token_R = token_R.clamp(max=logits_RV.shape[-1] - 1)  # NaN exceeds no aim
     return token_R, logps_RV.gather(-1, token_R[:, None])[:, 0]
 
 
@@ -96,17 +96,17 @@ def teacher_mixture(
 
 
 def _best(ids_NP: Tensor, logps_NP: Tensor, kappa: int) -> Mixture:
-    """Keep the kappa best entries, the first of equal ones; fill up with 0 and -inf."""
+    """Return the kappa best entries, the first of equal ones; pad with id 0 and logp -inf."""
     pad = torch.nn.functional.pad
     logps_NP, order_NP = logps_NP.sort(dim=-1, descending=True, stable=True)
     ids_NP = ids_NP.gather(-1, order_NP).masked_fill(logps_NP == -torch.inf, 0)
-    missing = (0, kappa - logps_NP.shape[-1])  # if negative, pad cuts
+    missing = (0, kappa - logps_NP.shape[-1])  # a negative padding truncates
     logps_NS = pad(logps_NP, missing, value=-torch.inf)
     return Mixture(pad(ids_NP, missing).to(torch.int32), logps_NS, logps_NS.exp().sum(-1))
 
 
 def merge_sorted(ids_NP: Tensor, logps_NP: Tensor) -> tuple[Tensor, Tensor]:
-    """Join runs of equal ids (ascending) by logsumexp. Joined entries come first; the rest is 0, -inf."""
+    """Join runs of equal ids (ids ascend) by logsumexp. Joined entries come first; the rest is 0, -inf."""
     segment_NP = torch.zeros_like(ids_NP)
     segment_NP[:, 1:] = (ids_NP[:, 1:] != ids_NP[:, :-1]).cumsum(-1)
     empty_NP = torch.full_like(logps_NP, -torch.inf)
@@ -120,7 +120,7 @@ def merge_sorted(ids_NP: Tensor, logps_NP: Tensor) -> tuple[Tensor, Tensor]:
 def _run_sums(values_NP: Tensor, segment_NP: Tensor) -> Tensor:
     """Return each segment's sum at its index, 0 elsewhere; segments ascend from 0.
 
-    By doubling, so that the order of additions is fixed: scatter_add on a GPU has none.
+    The sums are built by doubling, in a fixed order. scatter_add on a GPU adds in no fixed order.
     """
     n_places = values_NP.shape[-1]
     distance = 1

@@ -1,7 +1,7 @@
-"""GRPO, GDPO and GD2PO advantages in fp64: a launch to order the groups, one for them, and one to whiten.
+"""GRPO, GDPO and GD2PO advantages in fp64, in three launches: sort by group, compute advantages, whiten.
 
-In order, groups are runs of equal ids. Each response loops over its run. A program stores the moments
-of its responses for whitening (whiten.py). No atomics, no synchronization with the host.
+After the sort, a group is a run of equal ids, and each response loops over its run. A program stores the
+moments of its responses for whitening (whiten.py). There are no atomics and no synchronization with the host.
 
 Shapes: R responses, K rewards (1 in GRPO: their weighted sum), padded to a power of two; B responses of a
 program.
@@ -21,14 +21,14 @@ from smopd.kernels.triton.whiten import rounded_product, store_moments, whiten_
 from smopd.kernels.types import CONFLICT_FLOOR, EQUAL_ULPS, AdvantageOptions
 
 MAX_REWARDS = 32
-OWNED = 32  # most responses per program
+OWNED = 32  # upper limit of responses per program
 STRIDE = 8  # responses searched at a time for each end of a run
-TILE = 512  # most responses times rewards per program
+TILE = 512  # upper limit of responses times rewards per program
 WARP_TILE = 32  # responses times rewards per warp
 MAX_WARPS = 8
-COUNTED = 1 << 14  # most responses that _order_kernel sorts
+COUNTED = 1 << 14  # more responses than this are sorted by torch, not by _order_kernel
 SORTED = 64  # responses per program of _order_kernel
-SCANNED = 4096  # and ids that it looks at at a time, to see whether they rise
+SCANNED = 4096  # ids that _order_kernel reads at a time to check whether they are sorted
 
 _EQUAL_WITHIN = tl.constexpr(EQUAL_ULPS * torch.finfo(torch.float32).eps)
 _LARGEST = tl.constexpr((1 << 63) - 1)
@@ -47,7 +47,7 @@ def _reward_weights(weights_ptr, stride_weights, offs_k, n_rewards, HAS_WEIGHTS:
 
 @triton.jit
 def _combined(value_JK, weights_K, SUMMED: tl.constexpr):
-    """Return the values to normalise and the size of their terms: (J, K), or sums (J, 1) if SUMMED."""
+    """Return the values to normalise and the magnitude of their terms: (J, K), or sums (J, 1) if SUMMED."""
     if SUMMED:
         # A reward of weight 0 has no effect, even if it is NaN.
         terms_JK = tl.where(weights_K[None, :] != 0.0, rounded_product(weights_K[None, :], value_JK), 0.0)
@@ -58,7 +58,7 @@ def _combined(value_JK, weights_K, SUMMED: tl.constexpr):
 
 @triton.jit
 def _reward_values(columns_ptr, stride_r, rows_J, inside_J, live_K, weights_K, SUMMED: tl.constexpr):
-    """Load rows and return their _combined(); NaN for missing rows."""
+    """Load rows and return _combined() of them; NaN for missing rows."""
     at_JK = columns_ptr[None, :] + rows_J.to(tl.int64)[:, None] * stride_r
     inside_JK = inside_J[:, None] & live_K[None, :]
     value_JK = tl.load(at_JK, mask=inside_JK, other=float("nan")).to(tl.float64)
@@ -67,7 +67,7 @@ def _reward_values(columns_ptr, stride_r, rows_J, inside_J, live_K, weights_K, S
 
 @triton.jit
 def _normalised(value_JK, mean, scale, varied):
-    """Apply Eq. 1; 0 for a NaN and where the group's values are equal."""
+    """Return the value normalised by Eq. 1; 0 for a NaN and where the group's values are equal."""
     return tl.where((value_JK == value_JK) & varied, (value_JK - mean) / scale, 0.0)
 
 
@@ -96,9 +96,9 @@ def _is_dropped(adv_JK, weights_K, snr_threshold, norm_eps, SNR: tl.constexpr):
 def _order_kernel(
     group_ptr, sorted_ptr, order_ptr, n_responses, B: tl.constexpr, J: tl.constexpr, S: tl.constexpr
 ):
-    """Sort the ids, stably: a response's place is the number of smaller ids and of equal ids before it.
+    """Sort the ids, stably: a response's place is the number of smaller ids plus that of equal ids before it.
 
-    Each program first looks whether all ids rise; then they are in place.
+    Each program first checks whether the ids are already sorted; if so, each response keeps its place.
     """
     first = tl.program_id(0) * B
     offs_b = first + tl.arange(0, B)
@@ -175,7 +175,7 @@ def _runs_kernel(
     HAS_WEIGHTS: tl.constexpr, SUMMED: tl.constexpr, DROP: tl.constexpr, SNR: tl.constexpr,
     WHITEN: tl.constexpr, TOKENS: tl.constexpr, K: tl.constexpr, B: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """group_ptr: the ids in ascending order; order_ptr: the row of each."""
+    """Compute the advantages. group_ptr: the ids in ascending order; order_ptr: the row of each."""
     KV: tl.constexpr = 1 if SUMMED else K
     offs_k = tl.arange(0, K)
     live_K = offs_k < n_rewards
@@ -192,7 +192,7 @@ def _runs_kernel(
     first_B, end_B = _run(group_ptr, offs_b, own_B, group_B, n_responses, STRIDE)
     size_B = tl.where(own_B, end_B - first_B, 0)
     longest = tl.max(size_B, 0)
-    WIDE: tl.constexpr = tl.float64 if SUMMED else tl.float32  # of what is normalised
+    WIDE: tl.constexpr = tl.float64 if SUMMED else tl.float32  # dtype of the values to normalise
     count_BK = tl.zeros((B, KV), tl.int32)
     start_BK = tl.full((B, KV), float("nan"), WIDE)  # the run's first value: deviations from it are small
     sum_BK = tl.zeros((B, KV), tl.float64)
@@ -244,7 +244,7 @@ def _runs_kernel(
         share_B = n_kept_B.to(tl.float64) / tl.maximum(size_B, 1).to(tl.float64)
         adv_B = tl.where(dropped_B, 0.0, adv_B * share_B)
         tl.store(kept_ptr + rows_B, kept_B != 0, mask=own_B)
-    if WHITEN:  # without the responses that no reward scored, which infinity marks
+    if WHITEN:  # leaves out the responses that no reward scored, which infinity marks
         scored_B = tl.max(((own_BK == own_BK) & (weights_KV[None, :] != 0.0)).to(tl.int32), 1)
         counted_B = kept_B * scored_B
         store_moments(moments_ptr, adv_B, counted_B, own_B, lengths_ptr, stride_lengths, rows_B, TOKENS)

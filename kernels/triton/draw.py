@@ -1,7 +1,7 @@
 """Sampling of one token per row (see reference/topk.py).
 
-The first launch stores the maximum and the sum of exponentials of each part of a row. The second finds the
-part with the sampled token and reads only that again.
+The first launch stores the maximum and the sum of exponentials of each part of a row. The second launch finds
+the part with the sampled token and reads only this part again.
 
 Shapes: R rows, V vocabulary, P parts of a row, B tokens of a part.
 """
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_V = 2048  # tokens of a part (ours): 75 parts at V 151,936
+BLOCK_V = 2048  # tokens of a part: 75 parts at V 151,936
 BELOW_ONE = tl.constexpr(1 - 2.0**-53)
 
 

@@ -20,20 +20,20 @@ from smopd.kernels.triton.terms import COLUMNS, PPO
 from smopd.kernels.types import LossSettings, LossTokens, TokenTerms, loss_target
 
 _NATIVE = isinstance(row_kernel, JITFunction)  # else it runs in Triton's interpreter
-# The key of a kernel in Triton's cache depends on which of the two is hashed first.
+# Hash in this order: a kernel's key in Triton's cache depends on which of the two is hashed first.
 _KEYS = [kernel.cache_key for kernel in (row_kernel, split_kernel)] if _NATIVE else []
 _WARP = 32
 _REGISTERS = 1 << 16  # of an SM; maxnreg keeps ptxas from spilling to fit one more program
 _VECTOR_BYTES = 16
-_MAX_BLOCKS = 64  # of a row: bits of skipped_NL
+_MAX_BLOCKS = 64  # of a row: skipped_NL has a bit for each
 _MAX_ELEMENTS = 16  # per lane and block
-_SLOTS = 128  # of a target that one warp compares without spills
+_SLOTS = 128  # of a target: one warp compares this many without spills
 MAX_VOCAB = _MAX_BLOCKS * 16 * _WARP * _MAX_ELEMENTS
-_SPLIT_LANES, _SPLIT_REGISTERS, _SPLIT_PROGRAMS = 128, 128, 4  # programs: per SM
-_SPLIT_VECTORS = 19  # most 16-byte vectors per lane, in 4 registers each
-_SPLIT_AHEAD = 1.5  # programs per SM that start before the one whose part is prefetched
+_SPLIT_LANES, _SPLIT_REGISTERS, _SPLIT_PROGRAMS = 128, 128, 4  # per program, per lane, per SM
+_SPLIT_VECTORS = 19  # upper limit of 16-byte vectors per lane, in 4 registers each
+_SPLIT_AHEAD = 1.5  # how far ahead a part is prefetched, in programs per SM
 _SPLIT_REPEATS = 2  # vectors per lane and block
-_SPLIT_SLOTS, _SPLIT_TAIL_SLOTS = 32, 16  # most slots of a target: one warp polls them; with tail
+_SPLIT_SLOTS, _SPLIT_TAIL_SLOTS = 32, 16  # limits of a target's slots, without and with tail: one warp polls
 _MAX_HELD = 8 * _WARP * 16 * 3  # longest row that the row kernel holds in registers
 _SPLIT_UNIT = 8  # a part has a multiple of this many vectors: 128 bytes
 
@@ -57,7 +57,7 @@ def _configuration(n_vocab: int, dtype: torch.dtype, slots: int, *, aligned: boo
 def _aligned_elements(rows_NV: Tensor) -> int:
     """Return the widest aligned access in elements, at most 16 bytes, for all rows.
 
-    Memory of other libraries may start anywhere, so the address counts; "meta" tensors have only an offset.
+    Memory from other libraries may start anywhere, so the address counts. "meta" tensors have only an offset.
     """
     address, size = rows_NV.data_ptr(), rows_NV.element_size()
     return math.gcd(_VECTOR_BYTES // size, address // size, rows_NV.storage_offset(), rows_NV.stride(0))
@@ -102,7 +102,7 @@ def _parts(n_vocab: int, consecutive: int) -> _Parts:
 
 
 def _splits(logits_NV: Tensor, slots: int, *, tail: bool, two: bool) -> bool:
-    """Whether to use the split kernel: for rows that the row kernel would read twice.
+    """Return whether to use the split kernel, which serves rows that the row kernel would read twice.
 
     Excluded are variants that spill (two temperatures, the tail of fp16 logits) or are slower (long targets),
     rows with more parts than a warp polls or the GPU runs at once, and GPUs before sm_80.
@@ -120,9 +120,9 @@ def _splits(logits_NV: Tensor, slots: int, *, tail: bool, two: bool) -> bool:
 
 
 def _columns(tokens: LossTokens, settings: LossSettings) -> tuple[int, list[Tensor | None]]:
-    """Return a bit for each column that is given (and PPO), and the columns.
+    """Return `there`, a bit for each column that is given (and for PPO), and the columns.
 
-    An absent column is replaced by adv_N, so that it compiles no other variant, except for reverse_adv.
+    An absent column is replaced by adv_N to avoid another compiled variant; an absent reverse_adv stays None.
     """
     named = {name: getattr(tokens, f"{name}_N") for name in COLUMNS}
     if tokens.reverse_adv_N is not None:
@@ -144,7 +144,7 @@ def loss_rows(
     *,
     entropy: bool = True,
 ) -> TokenTerms:
-    """See kernels.reference.loss.loss_rows. The entropy is always computed: it hides behind the reads."""
+    """See kernels.reference.loss.loss_rows. The entropy is always computed: the reads hide its cost."""
     n_rows, n_vocab = logits_NV.shape
     terms_CN = torch.empty((7, n_rows), dtype=torch.float32, device=logits_NV.device)
     clipped_N = torch.empty(n_rows, dtype=torch.int8, device=logits_NV.device)

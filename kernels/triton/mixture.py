@@ -1,8 +1,8 @@
-"""The mixture kernel: adds log alpha, merges equal ids, keeps the kappa best candidates and their mass.
+"""The mixture kernel: adds log alpha, merges equal ids, keeps the kappa best candidates, sums their mass.
 
-64-bit keys are sorted in registers, mostly of one warp. Without merging, lists are combined with the best so
-far one by one; with merging, all candidates are sorted by id first. Sums have a fixed order, so that bits do
-not depend on the compiler's layout.
+64-bit keys are sorted in registers, mostly of one warp. With MERGE, all candidates are first sorted by id.
+Without it, the teachers' lists are combined one by one with the best so far. Sums have a fixed order, so that
+results do not depend on the compiler's layout.
 
 Shapes: N tokens, M teachers, S their support, P = M * S candidates, K = kappa slots of the result, B rows of
 a program. In kernels P and K are padded to powers of two; without merging K is at least S.
@@ -57,7 +57,7 @@ def _compare_swap(cube, flip, j: tl.constexpr, N_DIMS: tl.constexpr):
 
 @triton.jit
 def _bitonic_merge(cube, STAGE: tl.constexpr, ALTERNATE: tl.constexpr, N_DIMS: tl.constexpr):
-    """Sort bitonic runs of 2^STAGE: descending, or alternating in direction."""
+    """Sort bitonic runs of 2^STAGE keys: all in descending order or, if ALTERNATE, in alternating order."""
     flip = 1
     if ALTERNATE:
         flip = _bit(N_DIMS, STAGE)
@@ -76,7 +76,7 @@ def largest(keys, LOG_ROWS: tl.constexpr, LOG_N: tl.constexpr, LOG_K: tl.constex
     for i in tl.static_range(1, LOG_K + 1):
         cube = _bitonic_merge(cube, i, i < LOG_N, LOG_ROWS + LOG_N)
     for i in tl.static_range(LOG_N - LOG_K):
-        # Of a descending and an ascending run, the larger of each pair are the best.
+        # The pairwise maxima of a descending and an ascending run are the best keys of both.
         cube = tl.max(cube, LOG_ROWS + LOG_N - i - 1 - LOG_K)
         cube = _bitonic_merge(cube, LOG_K, i < LOG_N - LOG_K - 1, LOG_ROWS + LOG_N - i - 1)
     return tl.reshape(cube, [2**LOG_ROWS, 2**LOG_K])
@@ -144,7 +144,7 @@ def merge_equal_ids(ids_BP, logps_BP, LOG_B: tl.constexpr, LOG_P: tl.constexpr):
     keys_BP = largest(lower_id_first + (ordered(logps_BP).to(tl.int64) + 2147483648), LOG_B, LOG_P, LOG_P)
     ids_BP = 0x7FFFFFFF - (keys_BP >> 32).to(tl.int32)
     logps_BP = unordered(((keys_BP & 0xFFFFFFFF) - 2147483648).to(tl.int32))
-    # A slot holds the sum of the next `reach` slots of its id; empty slots come last.
+    # Each slot holds the sum over the next `reach` slots of its id. Empty slots come last.
     reach = 1
     after_BP, same_BP = _ahead(ids_BP, logps_BP, reach)
     while tl.max(tl.max(same_BP.to(tl.int32), 1), 0) > 0:
@@ -172,8 +172,8 @@ def _best_pooled(
 ):  # fmt: skip
     """Return ids and logps (B, 2^LOG_K) of the best candidates; ties go to the lower teacher, then its order.
 
-    A list is sorted only if it does not descend. The best so far ascend, so the larger of each pair with a
-    descending list are the best of both, and bitonic.
+    A list is sorted only if it does not descend. The best so far are kept in ascending order. Their pairwise
+    maxima with a descending list are the best of both, in bitonic order.
     """
     K: tl.constexpr = 1 << LOG_K
     rows_B1 = rows_B[:, None]

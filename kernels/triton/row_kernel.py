@@ -1,9 +1,9 @@
 """The row kernel: one program computes the loss and the gradient of a row.
 
-It reads the row forward for the statistics, keeps the end in registers, and goes backward for the gradient.
+It reads the row forward for the statistics, keeps its end in registers, and goes backward for the gradient.
 The logits of the support and the token are read before anything is written.
 
-Shapes: V vocabulary, K slots of a target (target.py); R repeats, L lanes, C elements of a block (rows.py).
+Shapes: V vocabulary, K slots of a target (target.py); a block has R repeats, L lanes, C elements (rows.py).
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def row_kernel(
     R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, LAST: tl.constexpr, AHEAD: tl.constexpr,
     UNROLL: tl.constexpr, TWO: tl.constexpr, CURVED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Compute a row. Optional pointers may be None, except for the columns, which `there` marks (terms.py).
+    """Compute a row. Absent inputs have a None pointer; for absent columns, see `there` in terms.py.
 
     Row strides are in units of C elements. LAST: number of blocks held for the gradient. AHEAD: number of
     blocks prefetched, 1 or 2 (2 needs LAST > 2). The target pointers are the fields of RowTargets; holes_ptr
-    adds the tail bucket. TWO: the forward KL has its own temperature. CURVED: the entropy has a gradient.
+    turns the tail bucket on. TWO: the forward KL has its own temperature. CURVED: the entropy has a gradient.
     """
     tl.static_assert(AHEAD == 1 or LAST > 2)
     GRADIENT: tl.constexpr = grad_ptr is not None
@@ -112,7 +112,7 @@ def row_kernel(
     stats = no_stats(L)
     if HOLES:
         around_E = segments(row_ptr, ids_E, holes_E, V, R, L, C, EACH)
-        # A few wait in registers until the loop ends; many would take registers from the loop.
+        # A few elements can wait in registers until the loop ends; many would take registers from the loop.
         FEW: tl.constexpr = K * EACH <= 2 * L
         if not FEW:
             stats = absorb(around_E, skipped_L, stats, scale, kl_scale, K * EACH // L, L, 1, False, TWO)
@@ -170,8 +170,8 @@ def row_kernel(
             dlogp, dkl, bend, scale, kl_scale, inv_temperature, inv_kl_temperature, HOLES, CURVED, TWO,
         )  # fmt: skip
 
-        tl.debug_barrier()  # read the entries above before writing
-        LEFT: tl.constexpr = min(AHEAD, STREAMED)  # blocks after the loop
+        tl.debug_barrier()  # all entries above must be read before any is written
+        LEFT: tl.constexpr = min(AHEAD, STREAMED)  # blocks left after the loop
         if LEFT > 0:
             near = load_whole(row_ptr, STREAMED - 1, BLOCK, False, PACKED)
         if LEFT > 1:

@@ -26,7 +26,7 @@ def column(ptr, row):
 def load_block(
     row_ptr, block, V: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, AGAIN: tl.constexpr
 ):
-    """Load a block; unless WHOLE, -inf beyond the row. AGAIN: the block will be read once more."""
+    """Load a block. Unless WHOLE, elements beyond the row are -inf. AGAIN: it will be read once more."""
     offs_v = block * BLOCK + tl.arange(0, BLOCK)
     policy: tl.constexpr = "evict_last" if AGAIN else "evict_first"
     if WHOLE:
@@ -66,7 +66,7 @@ def zero_row(row_ptr, V: tl.constexpr, BLOCK: tl.constexpr):
 def widen(x, DTYPE: tl.constexpr, HELD: tl.constexpr, NATIVE: tl.constexpr):
     """Convert x, of DTYPE or packed (load_whole), to fp32; bf16 takes one instruction per element.
 
-    HELD: hide the value from the compiler, or it keeps the earlier fp32 copies and spills.
+    HELD: hide the value from the compiler, which would otherwise keep the earlier fp32 copies and spill.
     """
     if x.dtype == tl.int32:
         if NATIVE and HELD:
@@ -99,9 +99,9 @@ def finite(h):
 
 @triton.jit
 def top_exponent(top, scale):
-    """Return top * scale, -inf if below LOWEST: of a larger product the rounding alone makes powers infinite.
+    """Return top * scale; -inf if below LOWEST, because there rounding errors alone make powers infinite.
 
-    fma: the compiler could fuse a plain product unrounded into a difference.
+    The fma rounds the product. The compiler could fuse a plain product, unrounded, into a difference.
     """
     h = tl.fma(top, scale, 0.0)
     return tl.where(h < LOWEST, NEG_INF, h)
@@ -156,7 +156,7 @@ def absorb(
 
 @triton.jit
 def merge_lanes(stats, TWO: tl.constexpr):
-    """Merge the lanes' statistics. Without TWO the second pair repeats the first."""
+    """Merge the lanes' statistics. Without TWO, kl_h and kl_s repeat h and s."""
     h_L, s_L, w_L, kl_h_L, kl_s_L = stats
     h = tl.max(h_L, 0)
     shift_L = tl.maximum(h_L - finite(h), FLOOR)
@@ -206,7 +206,7 @@ def with_support(off, x_K, scale, kl_scale, TWO: tl.constexpr):
 def gradient_coefficients(part, row, level, bend, kl_level, entropy, TWO: tl.constexpr):
     """Return softmax_gradient's coefficients for level p + bend p (log p + entropy) + kl_level p_kl.
 
-    p: the row's softmax. part: statistics whose h is subtracted from exponents; row: of the whole row.
+    p, p_kl: softmax at each temperature. part: statistics whose h exponents subtract; row: the whole row's.
     """
     part_h, part_kl_h = part[0], part[3]
     shift = tl.where(part_h == NEG_INF, FLOOR, finite(part_h) - finite(row[0]))
@@ -258,7 +258,7 @@ def sparse_gradient(
     if HOLES:
         share = tl.where(
             off[4] == 0, 0.0, weighted(dkl, tail_q) / off[4]
-        )  # the tail's teacher mass per student mass
+        )  # dkl times the tail's ratio of teacher to student mass
         if TWO:
             off_kl_level -= share
         else:

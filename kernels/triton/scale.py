@@ -1,4 +1,4 @@
-"""Multiplication of a gradient by the upstream gradient on the device; nothing is done in place for 1."""
+"""Multiplication of a gradient by the upstream gradient, on the device. In place, 1 leaves it untouched."""
 
 from __future__ import annotations
 

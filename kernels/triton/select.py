@@ -1,8 +1,8 @@
-"""The second kernel of top-kappa: selects the kappa best elements of a row from words about its segments.
+"""The second kernel of top-kappa: selects the kappa best elements of a row, using one word per segment.
 
-A segment is what one thread reads of a block. Its word holds the largest value, the round in which it first
-occurs, and a bound for the segment's other chunks. The kappa-th best thread maximum is a threshold for a list
-of segments; if too many tie, the threshold is searched in memory. Each of the kappa best segments yields its
+A segment is the part of a block that one thread reads. Its word holds its largest value, the round in which
+this first occurs, and a bound for its other chunks. Segments that reach the kappa-th best thread maximum are
+listed; if they are too many, a threshold is searched in memory. Each of the kappa best segments yields its
 best element, and is read again as long as its bound may beat the worst element so far.
 
 Shapes: K = kappa padded, L slots of the list; R rounds of a block, T threads, E elements of a chunk as in
@@ -18,7 +18,7 @@ from smopd.kernels.triton.mixture import largest
 
 
 def listed_log(log_k: int) -> int:
-    """Return log2 of the list's length. Many segments reach the 128th best of 128 thread maxima."""
+    """Return log2 of the list's length, more for kappa 128: many segments reach the least of 128 maxima."""
     return log_k + 1 if log_k < 7 else log_k + 3
 
 
@@ -32,7 +32,7 @@ _NO_ID = tl.constexpr(0x7FFFFFFF)
 @triton.jit
 def _order_of_finite(x, HALF: tl.constexpr):
     bits = x.to(tl.int32, bitcast=True)
-    if HALF:  # fp16: its 16 bits are not the high half of the fp32
+    if HALF:  # unlike bf16, the bits of fp16 are not the high half of the fp32
         bits = x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16
     sign = bits >> 31
     return ((bits & 0x7FFFFFFF) ^ sign) - sign
@@ -42,7 +42,7 @@ def _order_of_finite(x, HALF: tl.constexpr):
 def _order_of(x, HALF: tl.constexpr):
     """Map fp32 to int32 in the same order; -0 equals +0, NaN is above +inf.
 
-    A 16-bit value, unless NaN, takes only the upper half.
+    A 16-bit value other than NaN uses only the upper 16 bits.
     """
     return tl.where(x != x, _NAN_ORDER, _order_of_finite(x, HALF))
 
@@ -127,14 +127,14 @@ def _word_keys(word, at, WIDE: tl.constexpr, LOG_R: tl.constexpr, LOG_T: tl.cons
 
 @triton.jit
 def _halved(low, high, middle, n, kappa):
-    """Halve the interval of a threshold that kappa keys reach; n keys reach its middle."""
+    """Halve the search interval of a threshold that kappa keys reach; n keys reach its middle."""
     high = tl.where(n > kappa, high, tl.where(n == kappa, middle, middle - 1))
     return tl.where(n >= kappa, middle, low), high
 
 
 @triton.jit
 def _reached_by(keys, kappa, low, high):
-    """Return a threshold in [low, high] that kappa keys reach, or more if keys tie; low must be one."""
+    """Return a threshold in [low, high] that kappa keys reach (more if keys tie); kappa keys reach low."""
     while low < high:
         middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up, without overflow
         low, high = _halved(low, high, middle, tl.sum((keys >= middle).to(tl.int32), 0), kappa)
@@ -143,7 +143,7 @@ def _reached_by(keys, kappa, low, high):
 
 @triton.jit
 def _scattered(N: tl.constexpr):
-    """Return 0 to N - 1 without vector accesses: a lane reads every 32nd, the ones that it wrote."""
+    """Return 0 to N - 1 such that accesses are not vectorized: a lane reads every 32nd value, as it wrote."""
     return tl.max_contiguous(tl.arange(0, N), 1)
 
 
@@ -151,7 +151,7 @@ def _scattered(N: tl.constexpr):
 def _reaching(
     words_ptr, start, least, KEYS: tl.constexpr, WIDE: tl.constexpr, LOG_R: tl.constexpr, LOG_T: tl.constexpr
 ):
-    """Return the places of a block's words and whether the words (KEYS: their keys) reach `least`."""
+    """Return the places of a block's words and whether each word (its key, if KEYS) reaches `least`."""
     at_T = start + _scattered(1 << LOG_T)
     word_T = tl.load(words_ptr + at_T)
     if KEYS:
@@ -281,12 +281,12 @@ def _best_elements(
     )
     id_K = chunk_K * E + e_K
 
-    # Upper bound of the order, and with that order lower bound of the id, of a segment's other elements.
+    # Bounds of a segment's other elements: the highest order and, with that order, the lowest id.
     bound_K = tl.where(live_K, second_K, _LOWEST_32)
     bound_id_K = tl.where(live_K, 0, _NO_ID)
     last_order_K = order_K  # the worst element used of each segment
     last_id_K = id_K
-    order_K = tl.where(live_K, order_K, _HIGHEST_32)  # padding never is the worst
+    order_K = tl.where(live_K, order_K, _HIGHEST_32)  # padding is never the worst
     worst = tl.min(order_K, 0)
     worst_id = tl.max(tl.where(order_K == worst, id_K, -1), 0)
     bound, bound_id = _best_of(bound_K, bound_id_K)

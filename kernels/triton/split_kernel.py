@@ -3,11 +3,11 @@
 Each program holds its part in registers. Programs exchange statistics and the logits of support and token as
 32-bit words. A word is written once and polled until it differs from POISON, so no memory fence is needed.
 
-No deadlock: a program waits only for the others of its row, which have consecutive numbers. GPUs start the
-programs of a launch by number; CUDA does not promise it, but CUB's scans rely on it, too. A wait ends after
-PATIENCE polls; missing words are then NaN. A program reads and writes only its part, so the gradient may
-overwrite the logits. PHASE 0 is a single launch. Triton's interpreter runs programs one after the other and
-needs two: 1 up to the exchange, 2 from there.
+There is no deadlock: a program waits only for the others of its row, which have consecutive numbers. GPUs
+start programs in the order of their numbers; CUDA does not promise this, but CUB's scans rely on it, too. A
+wait ends after PATIENCE polls; missing words are then NaN. A program reads and writes only its part, so the
+gradient may overwrite the logits. PHASE 0 is the whole computation. Triton's interpreter runs programs one
+after the other and needs two launches: PHASE 1 up to the exchange, PHASE 2 from there.
 
 Shapes: as in row_kernel; P is PARTS padded to a power of two.
 """
@@ -47,7 +47,7 @@ _WORDS = tl.constexpr(WORDS)
 _SEGMENT_BITS = tl.constexpr(SEGMENT_BITS)
 _BLOCK_MASK = tl.constexpr((1 << SEGMENT_BITS) - 1)
 _QUIET = tl.constexpr(0x7FC00000)  # replaces every NaN
-_PATIENCE = tl.constexpr(1 << 24)  # polls of about a microsecond
+_PATIENCE = tl.constexpr(1 << 24)  # polls, each of about a microsecond
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def _bits(x):
 
 @triton.jit
 def _larger(a, b, NATIVE: tl.constexpr):
-    """Elementwise maximum, ignoring NaN; two 16-bit elements per instruction."""
+    """Return the elementwise maximum, ignoring NaN; two 16-bit elements per instruction."""
     if NATIVE and a.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             "max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.bfloat16, is_pure=True, pack=2
@@ -89,7 +89,7 @@ def _part_top(
     held, skipped_L, scale, BLOCKS: tl.constexpr, R: tl.constexpr, TAIL_R: tl.constexpr,
     L: tl.constexpr, C: tl.constexpr, HOLES: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Return the lanes' exponents h_L (rows.py) of the held blocks."""
+    """Return each lane's maximum h (rows.py) over the held blocks."""
     top_L = tl.full((L,), NEG_INF, tl.float32)
     if HOLES:
         for i in tl.static_range(BLOCKS):
@@ -112,7 +112,7 @@ def _part_sums(
     held, h_L, skipped_L, scale, BLOCKS: tl.constexpr, R: tl.constexpr, TAIL_R: tl.constexpr,
     L: tl.constexpr, C: tl.constexpr, HOLES: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Return the lanes' statistics (rows.py) of the held blocks."""
+    """Return each lane's statistics (rows.py) of the held blocks."""
     lowest = LOWEST / scale  # lower logits are raised to this, so that differences are finite
     s_L, w_L = tl.zeros((L,), tl.float32), tl.zeros((L,), tl.float32)
     for i in tl.static_range(BLOCKS):
@@ -132,7 +132,7 @@ def _part_sums(
 
 @triton.jit
 def _received(ptr_P, there_P, picked_ptr, TARGET: tl.constexpr, K: tl.constexpr):
-    """Read the words of a row; also return whether one is still POISON."""
+    """Return the words of a row and whether one of them is still POISON."""
     h_P = tl.load(ptr_P, mask=there_P, other=0, volatile=True)
     s_P = tl.load(ptr_P + 1, mask=there_P, other=0, volatile=True)
     w_P = tl.load(ptr_P + 2, mask=there_P, other=0, volatile=True)
@@ -148,7 +148,7 @@ def _received(ptr_P, there_P, picked_ptr, TARGET: tl.constexpr, K: tl.constexpr)
 
 @triton.jit
 def _load_part(part_ptr, start, width, SIZE: tl.constexpr, WHOLE: tl.constexpr):
-    """Load SIZE elements from start; unless WHOLE, -inf beyond the part."""
+    """Load SIZE elements from start. Unless WHOLE, elements beyond the part are -inf."""
     offs = start + tl.arange(0, SIZE)
     if WHOLE:
         return tl.load(part_ptr + offs)
@@ -205,13 +205,13 @@ def split_kernel(
     WHOLE: tl.constexpr, PHASE: tl.constexpr, CURVED: tl.constexpr, NATIVE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Compute a part of a row. Arguments as in row_kernel, with one temperature, and:
+    """Compute a part of a row. The arguments are those of row_kernel, with one temperature, and:
 
-    exchange: WORDS for each part of each row, then for each row K words with the token's logit first and K
-        words with the slots' logits.
+    exchange_ptr: WORDS words for each part of each row; then for each row K words of which the first is the
+        token's logit, and K words with the slots' logits.
     PART: elements of a part (the last may have fewer), in BLOCKS blocks of R L C, the last with TAIL_R
         repeats. The first WHOLE blocks are full in every part.
-    AHEAD: a program prefetches the part of the program so many numbers later; 0: none.
+    AHEAD: program i prefetches the part of program i + AHEAD; 0: none.
     """
     # One warp polls all words: a barrier in the loop would wait for warps that have left it.
     tl.static_assert((P <= 32) & (K <= 32))
@@ -272,7 +272,7 @@ def split_kernel(
     adv, old_logp = tl.load(adv_ptr + row), tl.load(old_logp_ptr + row)
     reverse_adv = column(reverse_adv_ptr, row)
 
-    # Publish the logits of token and support, each from its part; part 0 publishes for empty slots.
+    # Publish the logits of token and support, each by the program of its part; part 0 fills empty slots.
     stats_ptr = exchange_ptr + row * (PARTS * _WORDS)
     picked_ptr = exchange_ptr + n_rows.to(tl.int64) * (PARTS * _WORDS) + row * (2 * K)
     token_inside = (token_id >= 0) & (token_id < V)
@@ -286,7 +286,7 @@ def split_kernel(
     if PHASE != 2:
         token_x = tl.load(row_ptr + token, mask=token_here, other=float("nan")).to(tl.float32)
         if HOLES:
-            # The rest of the segments that the lanes' sums skip (target.py).
+            # The other elements of the segments that the lanes' sums skip (target.py).
             own_holes_E = tl.where(ids_E // PART == part, holes_E, 0)
             around_E = segments(part_ptr, ids_E % PART, own_holes_E, width, R, L, C, EACH)
         # The maxima hide the latency of these loads.
@@ -342,7 +342,7 @@ def split_kernel(
         token, token_inside, token_x, x_K, ids_K, id_logps_K, off, whole, values[1], teacher_mass, tail_q,
         dlogp, dkl, bend, scale, scale, inv_temperature, inv_temperature, HOLES, CURVED, False,
     )  # fmt: skip
-    tl.debug_barrier()  # read the entries above before writing
+    tl.debug_barrier()  # all entries above must be read before any is written
     for i in tl.static_range(BLOCKS):
         x = widen(held[i], DTYPE, True, NATIVE)
         gradient = softmax_gradient(x, coefficients, scale, scale, CURVED, False)

@@ -19,7 +19,7 @@ from smopd.kernels.triton.mixture import teacher_mixture
 from smopd.kernels.triton.rows import LN2, LOG2E, NEG_INF
 from smopd.kernels.types import TAIL_FLOOR, SparseTarget
 
-MAX_SUPPORT = 512  # slots of a target; every two are compared
+MAX_SUPPORT = 512  # slots of a target; every pair is compared
 SEGMENT_BITS = 6  # bits of a block's index: a lane has at most 64 blocks
 _SLOTS_A_WARP = 128
 
@@ -64,7 +64,7 @@ def segments(
 ):
     """Load the elements of the segments that the lanes skip; -inf for the support and for padding.
 
-    EACH elements per slot: ids_E and holes_E repeat the slot's values. length: number of elements of the row.
+    A slot has EACH elements, so ids_E and holes_E repeat its values. length: number of elements of the row.
     """
     element_E = tl.arange(0, ids_E.shape[0]) % EACH
     start_E = (ids_E // (R * L * C)) * (R * L * C) + ((ids_E // C) % L) * C
@@ -83,7 +83,7 @@ def _target_kernel(
     R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, PART: tl.constexpr,
     DISTINCT: tl.constexpr,
 ):  # fmt: skip
-    """Prepare a row. holes_ptr: with a tail bucket only; out_id_logps_ptr: if it differs from out_logps_ptr.
+    """Prepare a row. holes_ptr is None without a tail bucket, out_id_logps_ptr if it equals out_logps_ptr.
 
     All slots are compared with one slot at a time: ids with ids, segments with segments. The outputs first
     serve as scratch for the values to compare.
@@ -112,7 +112,7 @@ def _target_kernel(
         code_K = tl.where(live_K, segment_K * 16 + element_K, ids_K * 16)
         codes_ptr = holes_ptr + row * K
         tl.store(codes_ptr + slot_K, code_K)
-    same_K = slot_K  # the last slot with the same id
+    same_K = slot_K  # becomes the last slot with the same id
     bits_K = tl.zeros((K,), tl.int32)  # support elements in the same segment
     tl.debug_barrier()
     if HOLES:
@@ -154,7 +154,7 @@ def _target_kernel(
 
 
 class RowTargets(NamedTuple):
-    """Prepared targets, K slots a row. A segment is the part of a block of one lane: R C <= 16 elements.
+    """Prepared targets with K slots per row. A segment is one lane's part of a block: R C <= 16 elements.
 
     Attributes:
         ids_NK: ids; unique negative numbers in slots that are empty or NaN.

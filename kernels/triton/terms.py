@@ -112,13 +112,13 @@ def loss_slopes(
 
 @triton.jit
 def _larger(a, b):
-    """Return the maximum; NaN if either is NaN (both share a factor)."""
+    """Return the maximum. The arguments share a factor: if one is NaN, both are, and so is the result."""
     return tl.where(a >= b, a, b)
 
 
 @triton.jit
 def _policy_terms(raw, adv, reverse_adv, low, high, dual_clip, ppo, REVERSE: tl.constexpr):
-    """Return surrogate, slope in logp, reverse term, slope, clip bits. dual_clip: inf if there is none."""
+    """Return surrogate, its slope in logp, reverse term, its slope, clip bits. dual_clip: inf if off."""
     bound: tl.constexpr = _LOG_RATIO_BOUND
     saturated = tl.abs(raw) > bound
     ratio = tl.exp2(tl.where(raw > bound, bound, tl.where(raw < -bound, -bound, raw)) * LOG2E)

@@ -1,7 +1,7 @@
-"""Top-kappa with log-probabilities: a kernel streams the vocabulary, another selects exactly (select.py).
+"""Top-kappa with log-probabilities: one kernel streams the vocabulary, a second one selects (select.py).
 
-Each thread keeps its maximum, its sum of exponentials and a word for each block. The loop needs no exchange
-between threads.
+Each thread keeps its maximum and its sum of exponentials, and stores a word for each block. The loop needs no
+exchange between threads.
 
 Shapes: N rows, V vocabulary, S support entries (kappa). In kernels: R rounds of a block, T threads, E
 elements of a chunk (16 bytes, read at once); chunk c holds the ids c * E to c * E + E - 1.
@@ -21,16 +21,16 @@ from smopd.kernels.types import TopK
 
 MAX_KAPPA = 128
 MAX_VOCAB = 1 << 19  # a 32-bit key holds 16 bits of value and 16 of chunk, with 8 elements per chunk
-SCRATCH_BYTES = 64 << 20  # of words between the two kernels; more rows take more launches
-LOG_THREADS = 7  # of the stream
+SCRATCH_BYTES = 64 << 20  # for the words that pass between the two kernels; more rows take more launches
+LOG_THREADS = 7  # of the stream kernel
 LOG_SLOTS = 4  # kappa is padded to at least 2^4: fewer variants to compile
 
 _LOWEST_32 = tl.constexpr(-(2**31))
 _LOWEST_64 = tl.constexpr(-(2**63))
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _FAR = tl.constexpr(2.0**100)  # maxima are clamped to this, so that offsets stay finite
-_LOW = tl.constexpr(-(2.0**30))  # and to this: the rounding of a larger product could be an infinite power
-_COARSE = tl.constexpr(2.0**23)  # larger offsets are whole numbers: sum in a second pass
+_LOW = tl.constexpr(-(2.0**30))  # and from below to this: rounding larger products could give infinite powers
+_COARSE = tl.constexpr(2.0**23)  # larger offsets are rounded to whole numbers: sum in a second pass
 
 
 @triton.jit
@@ -45,8 +45,8 @@ def _halving_sum(x, LOG_N: tl.constexpr, AXIS: tl.constexpr):
 def _scaled_shift(max_T, scale):
     """Return the offset of the exponents for this maximum, finite so that masked elements add 0.
 
-    The fma with 0 rounds the product. The compiler could fuse a plain product unrounded into a difference,
-    and the offset minus itself would not be 0.
+    The fma with 0 rounds the product. The compiler could fuse a plain product, unrounded, into a difference;
+    then the offset minus itself would not be 0.
     """
     return tl.fma(tl.clamp(max_T, _LOW, _FAR), scale, 0.0)
 
@@ -79,8 +79,8 @@ def _segment(
 def _log_sum(row_ptr, V, max_T, sum_T, scale, LOG_T: tl.constexpr, BLOCK: tl.constexpr):
     """Return the row's maximum and the log of its sum of exp((x - maximum) / temperature).
 
-    The sums are of 2^(x scale - shift), in which the maximum adds 2^residual due to rounding. Replace that by
-    1, so that a row with a single finite logit has log 0.
+    The threads sum 2^(x scale - shift). There, due to rounding, the maximum adds 2^residual instead of 1.
+    Correct this, so that the log is 0 in a row with a single finite logit.
     """
     row_max = tl.max(max_T, 0)
     shift = _scaled_shift(row_max, scale)

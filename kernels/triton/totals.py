@@ -1,4 +1,4 @@
-"""The weighted sums of the loss over all tokens: one program, without atomics.
+"""The weighted sums of the loss over all tokens, in one program without atomics.
 
 Products are rounded to fp32, as in torch, and added in fp64 in a fixed order.
 """

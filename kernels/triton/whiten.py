@@ -1,7 +1,7 @@
 """Whitening of advantages (Eq. 3) in fp64, from moments that each program stored in a slot.
 
-Every program merges all slots by Chan's rule in the same order: no atomics, equal bits in repeated runs. For
-several ranks a small launch merges the slots of a rank, and one all-reduce collects a slot per rank.
+Every program merges all slots by Chan's rule in the same order. So no atomics are needed, and repeated runs
+give equal bits. With several ranks, a launch merges each rank's slots; one all-reduce collects the results.
 
 Shapes: R responses, P slots, W ranks.
 """
@@ -138,7 +138,7 @@ def whiten_(
     norm_eps: float,
     process_group: Any = None,
 ) -> None:
-    """Write the whitened fp64 adv_R to out_R; it is infinite for a response that no reward scored.
+    """Whiten the fp64 adv_R into out_R. adv_R is infinite for a response that no reward scored.
 
     lengths_R: samples of each response; None: one. moments_P3: number, mean and sum of squared deviations of
     disjoint parts of the samples. process_group: ranks to whiten over.

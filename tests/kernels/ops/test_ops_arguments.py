@@ -41,7 +41,7 @@ CASES = [
     (lambda: ops.topk_forward_kl(LOGITS, IDS.to("meta"), *TARGET), "token_ids_N is on meta, expected cpu"),
     (lambda: ops.teacher_mixture(*TEACHERS[:2], torch.zeros(3), 4), r"log_alpha has shape \(3,\), expected"),
     (lambda: ops.smopd_loss(LOGITS, tokens(**NAMED)), "kl_weight_N is None with a target"),
-    (lambda: ops.smopd_loss(LOGITS, tokens(**NAMED, **UNION)), "both a target and teachers came"),
+    (lambda: ops.smopd_loss(LOGITS, tokens(**NAMED, **UNION)), "got both a target and teachers"),
     (lambda: ops.smopd_loss(LOGITS, tokens(), ENTROPY), "ent_weight_N is None with entropy_coef 0.1"),
     (lambda: ops.smopd_loss(LOGITS, tokens(**REVERSE)), "reverse_weight_N and kl_weight_N are None"),
     (
