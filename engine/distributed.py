@@ -22,22 +22,22 @@ from smopd.engine.process import tell
 T = TypeVar("T")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-_LARGEST_KEPT = 32 << 20  # bytes; glibc takes no more
+_LARGEST_KEPT = 32 << 20  # bytes; glibc accepts no more
 _MOST_KEPT = 2**31 - 1  # bytes
 _SET_UP = timedelta(minutes=30)  # the other ranks wait while one downloads a model
 # Device meshes and DeepSpeed keep gloo threads of a destroyed group alive. A thread that frees a tensor while
 # Python exits asks for the GIL and aborts the process.
 _DRAIN_SECONDS = 0.1
 _COLLECTIVES = tuple(os.path.join(*parts) for parts in (("torch", "distributed"), ("deepspeed", "comm")))
-_BEATS = 10  # ours: signs of life within the longest silence
-_LEFT = 1 << 40  # in place of a count: the rank does not give signs any more
+_BEATS = 10  # ours: heartbeats within the longest silence that is allowed
+_LEFT = 1 << 40  # instead of a count: this rank sends no more heartbeats
 
 
 @contextmanager
 def process_group() -> Iterator[torch.device]:
-    """Join torchrun's process group, or create one of size 1; yields this process's device.
+    """Join torchrun's process group, or create one of size 1, and yield this process's device.
 
-    Exits with a message if this machine has fewer GPUs than processes.
+    Exit with a message if this machine has fewer GPUs than processes.
     """
     cuda, local = torch.cuda.is_available(), int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
@@ -71,8 +71,8 @@ def process_group() -> Iterator[torch.device]:
 def watched(seconds: float) -> Iterator[None]:
     """End this process with a line on stderr when another rank has given no sign of life for `seconds`.
 
-    A rank may be stopped, or its host cannot be reached. Collective calls would wait for it, and time out
-    late, because they allow for rewards and servers that are slow on one rank.
+    The rank may be suspended, or its host unreachable. Collective calls would wait for it for a long time,
+    because their timeout allows for rewards and servers that are slow on one rank.
     """
     if world_size() == 1:
         yield
@@ -80,12 +80,12 @@ def watched(seconds: float) -> Iterator[None]:
     store: Any = dist.distributed_c10d._get_default_store()  # torch's types lack its clone
     store = store.clone()
     keys = [f"smopd/alive/{each}" for each in range(world_size())]
-    quiet = dict.fromkeys(keys, 0)  # beats since the last sign; no clock, so that a suspended job survives
+    quiet = dict.fromkeys(keys, 0)  # beats without a sign; not seconds, so that a suspended job survives
     done = threading.Event()
 
     def talk() -> None:
         counts: dict[str, int] = {}
-        with suppress(RuntimeError):  # the store is gone: every rank seems quiet
+        with suppress(RuntimeError):  # if the store is gone, every rank seems quiet
             while not done.wait(seconds / _BEATS):
                 for each, key in enumerate(keys):
                     count = store.add(key, int(each == rank()))
@@ -115,7 +115,7 @@ def watched(seconds: float) -> Iterator[None]:
 
 
 def in_collective(error: Exception) -> bool:
-    """Whether an exception comes from a collective call, which fails when another rank is gone."""
+    """Return whether an exception comes from a collective call, which fails when another rank is gone."""
     *_, last = traceback.extract_tb(error.__traceback__)
     return isinstance(error, dist.DistError) or any(each in last.filename for each in _COLLECTIVES)
 
@@ -143,7 +143,7 @@ def collective_timeout(seconds: float) -> Iterator[None]:
 
 
 def is_lost(error: Exception) -> bool:
-    """Return whether the error is gloo's, whose connection to another rank has ended."""
+    """Return whether the error is gloo's and says that its connection to another rank has ended."""
     return isinstance(error, RuntimeError) and "gloo/transport" in str(error)
 
 
@@ -206,9 +206,9 @@ def gather_objects(value: object) -> list:
 
 
 def on_rank0(function: Callable[[], T], *, of_host: bool = False) -> T:
-    """Run `function` on rank 0, or on each host's first rank.
+    """Run `function` on rank 0 or, if `of_host`, on the first rank of each host. This is a collective call.
 
-    Return its result there, or raise an exception, on every rank. A collective call.
+    Every rank returns the result of rank 0 (of its host's first rank), or raises any such rank's exception.
     """
     value, error = None, None
     before = int(os.environ.get("LOCAL_RANK", "0")) if of_host else rank()
@@ -227,7 +227,7 @@ def on_rank0(function: Callable[[], T], *, of_host: bool = False) -> T:
 def all_or_raise(function: Callable[[], T], errors: tuple[type[Exception], ...]) -> T:
     """Run `function` on every rank; an exception among `errors` on one rank is raised on all.
 
-    A collective call. `function` itself makes none.
+    This is a collective call. `function` itself must not make any.
     """
     error: Exception | None = None
     try:
@@ -240,7 +240,7 @@ def all_or_raise(function: Callable[[], T], errors: tuple[type[Exception], ...])
 
 
 def first_to_fail() -> bool:
-    """Whether this rank is the first to call this function, so that one rank alone prints an error."""
+    """Return whether this rank is the first to call this function, so that only one rank prints an error."""
     if world_size() == 1:
         return True
     try:

@@ -10,7 +10,7 @@ class NoServer(Failure, RuntimeError):
 
 
 class CannotSend(Failure, RuntimeError):
-    """Weights cannot be written for another process, whose folder may be full."""
+    """Weights cannot be written to the folder that another process reads; it may be full."""
 
 
 class NonFinite(Failure, RuntimeError):

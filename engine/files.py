@@ -18,7 +18,7 @@ _REFUSED = (
     errno.EROFS, errno.ESTALE, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG,
 )  # fmt: skip
 _NUMBER = re.compile(r"(?:\[Errno|os error) (\d+)")  # torch and safetensors quote the system's errors
-_TORCH_WRITES = "PytorchStreamWriter failed"  # torch's C++ errors have no reason
+_TORCH_WRITES = "PytorchStreamWriter failed"  # torch's C++ errors give no reason
 _PROBE_BYTES = 1 << 16  # ours
 
 
@@ -27,18 +27,18 @@ class CannotWrite(Failure, RuntimeError):
 
 
 class DamagedFile(Failure, ValueError):
-    """A file of a run that is not what was written."""
+    """A file of a run whose content is not what was written."""
 
 
 @contextmanager
 def room_for(path: Path) -> Iterator[None]:
-    """Raise CannotWrite for an error inside the context that comes from the disk."""
+    """Turn an error inside the context into CannotWrite if it comes from the disk."""
     try:
         yield
     except BaseException as error:  # torch's CheckpointException is not an Exception
         if isinstance(error, CannotWrite):
             raise
-        if (reason := _reason(error)) not in (*_FULL, *_REFUSED):  # perhaps an effect: ask the disk
+        if (reason := _reason(error)) not in (*_FULL, *_REFUSED):  # the disk may be the cause: test it
             reason = _small_write(path.parent) or reason
         if reason in _FULL:
             raise CannotWrite(f"{path}: no space left on the disk; make room and rerun to resume") from error
@@ -76,7 +76,7 @@ def _small_write(folder: Path) -> int | None:
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
-    """Replace a file atomically; after CannotWrite the old one is unchanged. Only one process may call it."""
+    """Replace a file atomically; after CannotWrite, it is unchanged. Only one process may write it."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
     with room_for(path):
@@ -96,7 +96,7 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
 def read_json(path: Path, **fields: type) -> dict[str, Any]:
     """Return the object in a JSON file.
 
-    Raise DamagedFile naming the file if it is cut, holds no object, or lacks a field of that type.
+    Raise DamagedFile, naming the file, if it is truncated, is no object, or lacks a field of the given type.
     """
     try:
         found = json.loads(path.read_bytes())
@@ -137,7 +137,7 @@ def _remove(path: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Call fsync on a file or folder. Some file systems (SMB, FUSE) refuse it for folders."""
+    """Call fsync on a file or folder; ignore that some file systems (SMB, FUSE) refuse it for folders."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

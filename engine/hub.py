@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub responds: without a network its client retries for half a minute a file."""
+"""A test of whether the Hugging Face hub responds. If not, its client retries each file for half a minute."""
 
 import os
 from functools import cache
@@ -10,7 +10,7 @@ HUB_SECONDS = 5.0  # ours
 
 @cache
 def hub_responds() -> bool:
-    """Send one request to the hub, unless it is switched off (HF_HUB_OFFLINE)."""
+    """Return whether the hub answers a request; False, without asking, if HF_HUB_OFFLINE is set."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return False
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")

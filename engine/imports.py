@@ -24,7 +24,7 @@ def import_function(path: str) -> Any:
         ValueError: the path is malformed, or the module or function does not exist.
     """
     if not IMPORT_PATH.fullmatch(path):
-        raise ValueError(f"{path!r} is no import path, expected package.module:function")
+        raise ValueError(f"{path!r} is not an import path, expected package.module:function")
     module_name, names = path.split(":")
     try:
         found: Any = importlib.import_module(module_name)
@@ -42,7 +42,7 @@ def import_function(path: str) -> Any:
 def resolve(name: str, known: Mapping[str, T]) -> T:
     """Return `known[name]`, or the function at the path `name`; ValueError if there is neither.
 
-    The function's exceptions become UserCodeError.
+    Exceptions of such a function become UserCodeError.
     """
     if name in known:
         return known[name]
@@ -57,7 +57,7 @@ def resolve(name: str, known: Mapping[str, T]) -> T:
 
 @contextmanager
 def user_code(name: str) -> Iterator[None]:
-    """Turn exceptions of code that a setting names into UserCodeError, and come back to this folder."""
+    """Turn exceptions of code that a setting names into UserCodeError; restore the working folder."""
     here = None
     with suppress(OSError):  # the folder may have been removed
         here = os.getcwd()

@@ -19,19 +19,19 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from smopd.engine.models.loading import UnusableModel, load_errors, place_of, stored_dtype
 from smopd.engine.remote.servers import Request, Servers, ServerUnavailable
 
-# Name of the head in safe-rlhf and align-anything, which trained Beaver and the paper's pair.
+# Name of the head in safe-rlhf and align-anything, which trained Beaver and the paper's preference models.
 HEAD_NAMES = {r"^score_head\.": "score."}
 
 TokenIds = Sequence[int]
 PROBE: list[TokenIds] = [[1], [2, 3], [4, 5, 6]]
-SAME_SCORE = 0.05  # ours: relative; bf16 has steps of 0.4%
+SAME_SCORE = 0.05  # ours: relative tolerance; bf16 has steps of 0.4%
 
 
 class LocalPreferenceModel:
     """A preference model in transformers, in its stored dtype on a GPU and in fp32 on the CPU.
 
-    device: None is the GPU of LOCAL_RANK, or the CPU. Raise FileNotFoundError or UnusableModel if there is no
-    such model, or no trained head of one output.
+    device: None means the GPU of LOCAL_RANK if there is one, else the CPU. Raise FileNotFoundError or
+    UnusableModel if the model does not exist or lacks a trained head with one output.
     """
 
     def __init__(self, path: str | Path, device: torch.device | str | None = None):
@@ -46,7 +46,7 @@ class LocalPreferenceModel:
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[TokenIds], batch_tokens: int) -> list[float]:
-        """Return the raw score of each sequence of 1 to `max_tokens` ids, in batches with padding."""
+        """Return the raw score of each sequence of 1 to `max_tokens` ids, computed in padded batches."""
         return by_batches(sequences, batch_tokens, lambda batches: [self._batch(batch) for batch in batches])
 
     def _batch(self, sequences: Sequence[TokenIds]) -> list[float]:
@@ -61,7 +61,7 @@ class LocalPreferenceModel:
 
 
 class RemotePreferenceModel:
-    """`LocalPreferenceModel` on servers, each `vllm serve MODEL --runner pooling`."""
+    """`LocalPreferenceModel` on servers that were started with `vllm serve MODEL --runner pooling`."""
 
     def __init__(self, urls: Sequence[str]):
         self._servers = Servers(urls)
@@ -83,7 +83,7 @@ class RemotePreferenceModel:
         return Request("/classify", json=body | {"use_activation": False, "add_special_tokens": False})
 
     def _admit(self, urls: Sequence[str]) -> None:
-        """Remove servers that do not answer, or score PROBE unlike the first: they hold another model."""
+        """Remove servers that do not answer, or score PROBE unlike the first one: they hold another model."""
         for url in urls:
             try:
                 name, length = self._servers.ask(url, Request("/v1/models"), _name_and_length)
@@ -106,8 +106,8 @@ def by_batches(
 ) -> list[float]:
     """Score the sequences in batches of similar length, and return the scores in order.
 
-    Equal sequences are scored once. In batches of different shapes they would differ by rounding, so that a
-    group of equal rewards would get advantages.
+    Equal sequences are scored once. In batches of different shapes their scores would differ by rounding, and
+    a group of equal rewards would get nonzero advantages.
     """
     keys = [tuple(sequence) for sequence in sequences]
     if not all(keys):
@@ -155,7 +155,7 @@ def _name_and_length(answer: httpx.Response) -> tuple[str, int]:
 
 
 def _scores(url: str, batch: Sequence[TokenIds], answer: httpx.Response) -> list[float]:
-    """Read the scores of an answer of /classify."""
+    """Return the scores in an answer of /classify."""
     outputs = [row["probs"] for row in sorted(answer.json()["data"], key=lambda row: row["index"])]
     values_B = torch.tensor(outputs, dtype=torch.float32)
     if values_B.shape != (len(batch), 1) or not bool(values_B.isfinite().all()):

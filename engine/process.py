@@ -20,14 +20,14 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 CALLER = "SMOPD_ENGINE_CALLER"
 """Environment variable with the process id of an engine's caller."""
 SAME_SECONDS = 2.0
-"""Ours: equal signals closer than this are one, as a launcher and a job manager may both send it."""
+"""Ours: equal signals within this time count as one: a launcher and a job manager may both send it."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """SIGHUP: the terminal is gone. SIGUSR1: Slurm's warning before a time limit (#SBATCH --signal)."""
 PARENT_SECONDS = 1.0  # ours: polling interval
 
 
 def tell(line: str) -> None:
-    """Write a line to standard error. Where that is gone, signal handlers and threads must not fail."""
+    """Write a line to standard error; if that is gone, do nothing, so that signal handlers do not fail."""
     try:
         os.write(2, f"{line}\n".encode("utf-8", "replace"))
     except OSError:
@@ -35,7 +35,7 @@ def tell(line: str) -> None:
 
 
 def discard(descriptor: int) -> None:
-    """Send what is written to `descriptor`, whose reader is gone, to nobody."""
+    """Redirect `descriptor`, whose reader is gone, to the null device."""
     with suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
@@ -87,7 +87,7 @@ def children(process: int) -> list[int]:
 
 
 def runs(process: int) -> bool:
-    """Return whether the process exists and is no zombie."""
+    """Return whether the process exists and is not a zombie."""
     return _state_and_parent(process)[0] not in ("Z", "X")
 
 
@@ -102,7 +102,7 @@ def _state_and_parent(process: int) -> tuple[str, int]:
 
 @contextmanager
 def interrupts_withheld() -> Iterator[None]:
-    """Start processes that ignore SIGINT, which a terminal sends to all processes of a command.
+    """Withhold SIGINT, which a terminal sends to all processes of a command, from processes started inside.
 
     This process handles an interrupt when the context ends.
     """

@@ -49,7 +49,7 @@ class TeacherEngine(Protocol):
         ...
 
     def overlaps(self, device: torch.device) -> bool:
-        """Whether scoring can run in parallel with work on `device`."""
+        """Return whether scoring can run in parallel with work on `device`."""
         ...
 
     def base(self, path: str | Path) -> TeacherEngine | None:

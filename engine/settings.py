@@ -11,7 +11,7 @@ Dtype = Literal["float32", "bfloat16"]
 REQUEST_SECONDS = 600.0
 """Ours: timeout of one HTTP request, including the response body."""
 WeightTransport = Literal["files", "inline"]
-"""See engine/weights/transport.py."""
+"""How weights reach an engine in another process; see engine/weights/transport.py."""
 
 
 def _import_path(value: str) -> str:
@@ -74,22 +74,22 @@ class Optimiser(Section):
     lora: Lora | None = None
     """Train adapters only; null trains all weights."""
     optimizer: Literal["adamw"] | ImportPath = "adamw"
-    """Or a function (parameters, settings) -> optimizer; see engine/student/optimizers.py."""
+    """adamw, or a function (parameters, settings) -> optimizer; see engine/student/optimizers.py."""
     schedule: Literal["constant", "linear", "cosine"] | ImportPath = "constant"
-    """Learning rate after warm-up, 0 at the last update; or a function (update, updates) -> factor."""
+    """Learning rate after warm-up; linear and cosine fall to 0. Or a function (update, updates) -> factor."""
     learning_rate: float = Field(default=1e-6, gt=0)
-    """Tune it first. 1e-6 is the paper's, at 1.5 and 3 billion parameters; our runs use 2e-5 at 135 million
-    and 1e-3 at 0.14 million, and ten times as much with LoRA."""
+    """Tune it first. The paper uses 1e-6 for 1.5 and 3 billion parameters. Our runs use 2e-5 for 135 million
+    and 1e-3 for 0.14 million parameters, and ten times as much with LoRA."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     weight_decay: float = Field(default=0.0, ge=0)
     adam_eps: float = Field(default=1e-8, gt=0)
     warmup_steps: int = Field(default=0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
     router_aux_loss_coef: float = Field(default=0.0, ge=0)
-    """Weight of a mixture of experts' load-balancing loss, over the responses of each micro-batch."""
+    """Weight of the load-balancing loss of a mixture of experts, over the responses of each micro-batch."""
     compute_dtype: Dtype = "bfloat16"
     compile: bool = False
-    """torch.compile of each decoder layer."""
+    """Compile each decoder layer with torch.compile."""
     attention: Literal["auto", "sdpa", "flash"] = "auto"
     """sdpa masks packed rows; flash computes one sequence at a time; auto chooses flash if device and model
     support it. Short rows on a CPU are always masked."""
@@ -114,10 +114,10 @@ class Vllm(Section):
     """A vLLM engine; used with `engine: vllm`."""
 
     placement: Literal["colocated", "process"] = "colocated"
-    """In the training process on every rank, or in a separate process."""
+    """colocated: in the training process of every rank; process: in a separate process."""
     engine_kwargs: dict[str, Any] = Field(default={})
     """Arguments of vllm.LLM, such as tensor_parallel_size, max_model_len, gpu_memory_utilization,
-    kv_cache_memory_bytes, enforce_eager or enable_sleep_mode; defaults are chosen for the rest."""
+    kv_cache_memory_bytes, enforce_eager or enable_sleep_mode. The others get defaults."""
 
     @field_validator("engine_kwargs")
     @classmethod

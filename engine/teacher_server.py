@@ -1,14 +1,14 @@
-"""A teacher behind a URL: top-kappa log-probabilities as one binary answer.
+"""A teacher behind a URL, which answers requests with top-kappa log-probabilities in binary form.
 
     python -m smopd.engine.teacher_server PATH --port 8100 --vocabulary 151936
 
-`POST /score?kappa=16&temperature=1.0` returns the top kappa at each response token.
-It uses safetensors (smopd/engine/remote/wire.py). `weights=DIGEST` (of /describe) refuses other weights.
+`POST /score?kappa=16&temperature=1.0` returns the top kappa at each response token. Requests and answers are
+safetensors (smopd/engine/remote/wire.py). With `weights=DIGEST` (from /describe), other weights are an error.
 Malformed requests get status 400, and requests of more than MAX_REQUEST_BYTES get 413. The server keeps no
 state, so a request may be repeated.
 
 If the environment variable SMOPD_SERVER_TOKEN is set, every request needs `Authorization: Bearer TOKEN`.
-Clients with the same variable send it. Nothing is encrypted: use it inside a private network.
+Clients with the same variable send it. Nothing is encrypted: use this server inside a private network.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 MAX_REQUEST_BYTES = 256 << 20  # ours
 MAX_TEXT = 1 << 20  # ours, characters to tokenize
-TEMPERATURES = (1e-2, 1e2)  # ours: logits divided by less overflow
+TEMPERATURES = (1e-2, 1e2)  # ours: logits could overflow when divided by less
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -85,7 +85,7 @@ def application(teacher: LocalTeachers | VllmTeachers, path: str, vocabulary: in
 
 
 def _endpoint(answer: Callable[[bytes, QueryParams], Response]) -> Callable[[Request], Awaitable[Response]]:
-    """Check the token, and run `answer` in a thread; its ValueError and the like become status 400."""
+    """Return an endpoint that checks the token and runs `answer` in a thread; bad requests get status 400."""
     token = os.environ.get(TOKEN, "").strip()
 
     async def endpoint(request: Request) -> Response:
@@ -113,14 +113,14 @@ def main() -> None:
     add("path", help="folder or hub id of the teacher, or folder of a LoRA adapter")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8100)
-    add("--vocabulary", type=int, required=True, help="of the student; a teacher's may be padded")
+    add("--vocabulary", type=int, required=True, help="the student's size; a teacher's may be larger")
     add("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
     add("--max-model-len", type=int)
-    add("--gpu-memory-share", type=float, default=0.9, help="of the total memory of each GPU")
-    add("--tensor-parallel-size", type=int, default=1, help="GPUs that hold the teacher together")
+    add("--gpu-memory-share", type=float, default=0.9, help="share of each GPU's total memory")
+    add("--tensor-parallel-size", type=int, default=1, help="number of GPUs that share the teacher")
     chosen = parser.parse_args()
     if chosen.host not in LOOPBACK and not os.environ.get(TOKEN):
-        logging.warning("%s is unset: whoever reaches %s:%d is served", TOKEN, chosen.host, chosen.port)
+        logging.warning("%s is not set: %s:%d serves anyone", TOKEN, chosen.host, chosen.port)
     import uvicorn
 
     try:

@@ -53,7 +53,7 @@ class Rollout:
     group: int
     """Index of the prompt in the global batch; equal prompts have different groups."""
     finished: bool
-    """Ended by an end-of-sequence token, not by the token limit; a conversation: by its environment."""
+    """Whether an end token ended it, not the token limit; for a conversation, whether its environment did."""
     policy_version: int = 0
     loss_mask: Tensor | None = None
     """(T,) bool on the CPU, False at tokens of the environment; None: all tokens are the policy's."""
@@ -62,7 +62,7 @@ class Rollout:
     ended: str = ""
     """How a conversation ended: one of ENDINGS, or of FAILED; empty if there is no environment."""
     drift: bool = False
-    """The chat template prints what was said before an answer differently from what the policy read."""
+    """Whether the chat template prints earlier turns differently from what the policy read."""
 
     @property
     def n_tokens(self) -> int:
@@ -93,9 +93,9 @@ class Layout:
 
     attends: Attends = "mask"
     one_row_from: int = 0
-    """For pieces: micro-batches whose longest unit is shorter are masked rows."""
+    """With pieces, a micro-batch whose longest unit is shorter than this is computed as masked rows."""
     alone_above: int | None = None
-    """Longer sequences are processed alone, because they change the rotary embedding of the whole batch."""
+    """Sequences longer than this are processed alone: they change the rotary embedding of a whole batch."""
     description: str = field(default="", compare=False)
 
 
@@ -113,7 +113,7 @@ class Piece(NamedTuple):
 
 
 class Pieces(UserList[Piece]):
-    """Not a list or tuple, for FSDP would search it for tensors in each layer."""
+    """The pieces of a batch; not in a list or tuple, which FSDP would search for tensors in each layer."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class TokenBatch:
     """In order; together they cover every flat position once."""
     attends: Attends
     share: float = 1.0
-    """Of the response tokens of all micro-batches of an update, on all ranks."""
+    """This micro-batch's share of the response tokens of an update, on all ranks."""
 
     def to(self, device: torch.device) -> TokenBatch:
         moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}

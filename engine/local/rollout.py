@@ -2,7 +2,7 @@
 
 The random number of a draw is a hash of (seed, group, sample, position), so responses do not depend on how
 prompts are batched or spread over ranks, up to rounding. `Decoder` computes the same with static buffers, so
-that a CUDA graph can replay a token.
+that a CUDA graph can replay the step of a token.
 
 Shapes: R rows, T new tokens, L prompt positions, C positions that the buffers hold, K key-value heads.
 """
@@ -44,7 +44,7 @@ ALIGNED = 16  # positions (ours): torch's kernels copy masks whose rows are not 
 
 
 class Begun(NamedTuple):
-    """The state after reading prompts: one row for each response, but one for each prompt in the cache."""
+    """The state after the prefill. It has one row for each response, its cache one for each prompt."""
 
     cache: Cache
     logits_RV: Tensor
@@ -62,7 +62,7 @@ class LocalRollout:
     Args:
         model: on its device and in the dtype for sampling; the engine owns it.
         end_ids: tokens that end a response.
-        max_batch_tokens: limit of cache positions; further prompts are sampled in turns.
+        max_batch_tokens: limit of cache positions; prompts beyond it are sampled in further turns.
         decoding: "loop", "in_place", or "auto" (in place on CUDA if the model allows it).
     Raises:
         ValueError: "in_place" cannot serve the model.
@@ -154,7 +154,7 @@ class LocalRollout:
             yield turn
 
     def _crosses(self, prompt_length: int, sampling: Sampling) -> bool:
-        """Whether responses may grow beyond the boundary of the rotary embedding."""
+        """Return whether responses may grow beyond the boundary of the rotary embedding."""
         return self.boundary is not None and prompt_length + sampling.max_new_tokens > self.boundary
 
     def _sample(self, prompts: list[tuple[int, ...]], groups: list[int], sampling: Sampling) -> list[Rollout]:
@@ -178,7 +178,7 @@ class LocalRollout:
         return made
 
     def _begin(self, prompts: list[tuple[int, ...]], groups: list[int], sampling: Sampling) -> Begun:
-        """Read prompts padded on the left."""
+        """Prefill the cache with prompts that are padded on the left."""
         attention.reset_rope(self.model)
         device, n = self.model.device, sampling.n
         rows = [torch.tensor(prompt, dtype=torch.int64) for prompt in prompts]
@@ -190,7 +190,7 @@ class LocalRollout:
         own = torch.eye(longest, dtype=torch.bool, device=device)
         mask = (causal & real[:, None, None, :]) | own
         most = longest + sampling.max_new_tokens
-        cache = Cache(layer_class_to_replicate=partial(GrowingLayer, most))  # no windows: the masks have them
+        cache = Cache(layer_class_to_replicate=partial(GrowingLayer, most))  # no windows: masks apply them
         masks = attention.layer_masks(self.model, mask, position, position)
         logits = self.forward(ids, masks, position, cache)
         keys_R = torch.tensor(groups, device=device).repeat_interleave(n)
@@ -229,7 +229,7 @@ class LocalRollout:
         return tokens_RT, logps_RT
 
     def _decode_alone(self, prompt: tuple[int, ...], group: int, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """Sample the responses to one prompt with the model's own masks and cache, as `_decode` otherwise."""
+        """Sample the responses to one prompt with the model's own masks and cache; return as `_decode`."""
         n, n_new, device = sampling.n, sampling.max_new_tokens, self.model.device
         keys_R, samples_R = torch.full((n,), group, device=device), torch.arange(n, device=device)
         uniform_RT = uniform(sampling.seed, keys_R, samples_R, n_new)
@@ -238,7 +238,7 @@ class LocalRollout:
         options: dict[str, Any] = {"use_cache": self.way != "uncached"}
         for step in range(n_new):
             crossing = self.boundary is not None and seen_RL.shape[1] == self.boundary + 1
-            if self.way == "uncached" or step == 0 or crossing:  # then earlier keys are rotated anew
+            if self.way == "uncached" or step == 0 or crossing:  # earlier keys have to be rotated again
                 ids = seen_RL
                 attention.reset_rope(self.model)
                 if self.way != "uncached":
@@ -259,9 +259,9 @@ class LocalRollout:
 
 
 class GrowingLayer(DynamicLayer):
-    """A layer's keys and values, (R, K, L, d), with room behind them, so that a token is written in place.
+    """A layer's keys and values, (R, K, L, d), with spare positions, so that a token is written in place.
 
-    most: positions that will be needed.
+    most: the largest number of positions that will be needed.
     """
 
     is_initialized: bool
@@ -283,7 +283,7 @@ class GrowingLayer(DynamicLayer):
 
 
 def _appended(x: Tensor, more: Tensor, most: int) -> Tensor:
-    """Return x, (R, K, L, d), followed by `more`: in the memory of x if this has room."""
+    """Return x, (R, K, L, d), followed by `more`, in the memory of x if it has spare positions."""
     n_rows, n_heads, length, size = x.shape
     total = length + more.shape[2]
     if length == 0 or x.stride(1) < total * size:
@@ -376,7 +376,7 @@ class Decoder:
             counter.add_(1)
 
     def _advance(self) -> None:
-        """Compute a token: the first one of a shape warms up, the second is captured, the others replay."""
+        """Compute a token. The first of each shape warms up, the second is captured, the others replay."""
         if self.engine.graphs and self.warm and self.graph is None:
             self._capture()
         if self.graph is not None:
@@ -414,7 +414,7 @@ class Decoder:
             layer.values = self._room(layer.values, 2, 0.0)
 
     def _room(self, x: Tensor, dim: int, fill: float, repeats: int = 1) -> Tensor:
-        """Repeat each row and extend `dim` by another block of positions."""
+        """Return x with each row repeated and `dim` extended by another block of positions."""
         shape = list(x.shape)
         wanted = min(self.filled + BLOCK, self.most)
         shape[0], shape[dim] = repeats * shape[0], -(-wanted // ALIGNED) * ALIGNED

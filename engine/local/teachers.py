@@ -52,7 +52,7 @@ class Dropping:
         self.dropped += entries
 
     def inside(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], Tensor]:
-        """Clamp token ids to the teachers' vocabularies; also return (N,) bool of the clamped tokens.
+        """Return the rollouts with ids clamped to the teachers' vocabularies, and (N,) bool: clamped or not.
 
         The caller sets the log-probabilities of clamped tokens to -inf.
         """
@@ -65,7 +65,7 @@ class Dropping:
         return [replace(r, response_ids=r.response_ids.clamp(max=last)) for r in rollouts], outside_N
 
     def without_padding(self, top: TeacherTopK) -> TeacherTopK:
-        """Replace ids that are not shared by empty slots, sorted last."""
+        """Return `top` with empty slots, sorted last, in place of ids that are not shared."""
         padding_NMS = top.ids_NMS >= self.shared
         entries = int(padding_NMS.sum())
         if entries == 0:
@@ -169,7 +169,7 @@ def load_teachers(
 def require_vocabulary(teacher: int, path: str, size: int, tokens: int) -> None:
     """Raise UnusableModel if the teacher's vocabulary is smaller than `tokens`."""
     if size < tokens:
-        raise UnusableModel(f"teachers.models.{teacher}: {path} has {size} rows, the student {tokens} tokens")
+        raise UnusableModel(f"teachers.models.{teacher}: {path} has {size} tokens, the student has {tokens}")
 
 
 def empty_topk(n_tokens: int, n_teachers: int, n_support: int, device: torch.device | str) -> TeacherTopK:

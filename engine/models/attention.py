@@ -1,4 +1,4 @@
-"""Attention over packed rows: under one mask, or one piece at a time, which saves the square of the row.
+"""Attention over packed rows: under one mask, or piece by piece, which avoids a cost quadratic in the row.
 
 Shapes: T positions of a packed batch, S pieces, H heads, K key-value heads, G = H / K, d head dimension.
 """
@@ -31,7 +31,7 @@ def set_attention(model: PreTrainedModel, attends: Attends) -> None:
     """Select the attention function of `model`: ours for pieces, else transformers'."""
     if attends == "pieces":
         hopper = model.device.type == "cuda" and torch.cuda.get_device_capability(model.device)[0] == 9
-        if hopper and find_spec("flash_attn_interface") is not None:  # not yet run
+        if hopper and find_spec("flash_attn_interface") is not None:  # untested
             attention.activate_flash_attention_impl("FA3")
         _register(PIECES, attend_pieces)
         model.set_attn_implementation(PIECES)
@@ -106,7 +106,7 @@ def reset_rope(model: PreTrainedModel) -> None:
 
 
 def decoder_inputs(model: PreTrainedModel, batch: TokenBatch) -> dict[str, Any]:
-    if batch.attends == "plain":  # a sequence a row, padded at the end: causal layers need no mask
+    if batch.attends == "plain":  # one sequence per row, padded at the end: causal layers need no mask
         return {"input_ids": batch.input_ids}
     inputs: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
     if batch.attends == "pieces":
@@ -130,7 +130,7 @@ def mask_of(pieces: Sequence[Piece], shape: tuple[int, ...], device: torch.devic
 def layer_masks(
     model: PreTrainedModel, mask: Tensor, query_RQ: Tensor, key_RK: Tensor
 ) -> Tensor | dict[str, Tensor]:
-    """Return `mask` as the layers of `model` take it: with their windows, by layer type, added if eager.
+    """Return `mask` in the form that layers of `model` take: with windows, by layer type, additive if eager.
 
     mask: (R or 1, 1, Q, K) bool; query_RQ, key_RK: positions in their sequences.
     """
@@ -162,14 +162,14 @@ def attend_pieces(
     pieces: Sequence[Piece] | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend by pieces as a transformers attention function, or by sdpa if there are none.
+    """Compute attention by pieces, or by sdpa if there are none; an attention function of transformers.
 
     (1, H, T, d) queries, (1, K, T, d) keys and values -> (1, T, H, d).
     """
     if pieces is None:
         sdpa = AttentionInterface()["sdpa"]
         return sdpa(module, query, key, value, attention_mask, scaling=scaling, **others)
-    # the kernels take no fp32, which only the self-check passes on a GPU
+    # the kernels do not support fp32, which only the self-check passes on a GPU
     dtype = torch.bfloat16 if query.is_cuda and query.dtype == torch.float32 else query.dtype
     query_THd, key_TKd, value_TKd = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
     attend = by_kernel if query.is_cuda else by_halves
@@ -221,7 +221,7 @@ def by_kernel(
 def _behind_prompts(x_TKd: Tensor, pieces: Sequence[Piece]) -> Tensor:
     """Return the keys (or values) of all pieces, each preceded by those of its shared prompt.
 
-    Split and concatenated instead of indexed, so that gradients of a prompt are summed in a fixed order.
+    It splits and concatenates instead of indexing, so that gradients of a prompt are summed in a fixed order.
     """
     if all(piece.prompt_begin == piece.prompt_end for piece in pieces):
         return x_TKd
@@ -237,7 +237,7 @@ def _behind_prompts(x_TKd: Tensor, pieces: Sequence[Piece]) -> Tensor:
 
 @lru_cache(maxsize=4)  # shared by the layers of a batch
 def _starts(pieces: tuple[Piece, ...], device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-    """Return the (S + 1,) int32 starts of queries and of keys, and the longest piece by each."""
+    """Return the (S + 1,) int32 starts of queries and of keys, and the maximum number of each in a piece."""
     n_keys = (piece.end - piece.begin + piece.prompt_end - piece.prompt_begin for piece in pieces)
     places = [piece.begin for piece in pieces] + [pieces[-1].end], list(accumulate(n_keys, initial=0))
     queries, keys = (torch.tensor(place, dtype=torch.int32, device=device) for place in places)

@@ -24,7 +24,7 @@ from smopd.kernels.types import LossSettings, LossStats, LossTokens, TopK
 
 @dataclass(frozen=True)
 class Head:
-    """A linear head, whose logits are never held whole; or cap * tanh(linear / cap), whose logits are."""
+    """A linear head, whose logits are never all in memory, or cap * tanh(linear / cap), whose logits are."""
 
     weight_VD: Tensor
     bias_V: Tensor | None = None
@@ -58,13 +58,13 @@ def head(model: PreTrainedModel) -> Head:
 
 
 def decode(model: PreTrainedModel, batch: TokenBatch, **options: Any) -> ModelOutput:
-    """Return the output of the model without its head."""
+    """Run the model without its head and return its output."""
     reset_rope(model)
     return decoder_of(model)(**decoder_inputs(model, batch), use_cache=False, **options)
 
 
 def router_loss(model: PreTrainedModel) -> Callable[[tuple[Tensor, ...]], Tensor] | None:
-    """Return the family's load-balancing loss of (N, experts) logits of each layer, or None without one."""
+    """Return the family's load-balancing loss, a function of each layer's (N, experts) logits, or None."""
     loss = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
     config = model.config.get_text_config()
     names = ("num_experts", "num_experts_per_tok")

@@ -20,12 +20,12 @@ from smopd.engine.errors import UnusableModel
 from smopd.engine.hub import hub_responds
 
 log = logging.getLogger(__name__)
-# Names in configs of what follows the output head.
+# Config names of the operations that follow the output head.
 SCALES = ("logit_scale", "output_multiplier", "output_multiplier_scale", "lm_head_multiplier")
 DIVISOR = "logits_scaling"
 MULTIPLIES = ("hyperclovax",)  # families that multiply by their divisor
 CAPS = ("final_logit_softcapping", "logits_soft_cap")
-_TOO_MANY = re.compile(rb'"\w*layers?": *\d{6,}')  # transformers makes lists as long
+_TOO_MANY = re.compile(rb'"\w*layers?": *\d{6,}')  # transformers would make lists of this length
 
 CUSTOM_CODE = "it brings Python code, which runs only with model.trust_remote_code: true"
 _custom_code = False
@@ -38,7 +38,7 @@ def allow_custom_code(allowed: bool) -> None:
 
 
 def custom_code() -> dict[str, bool]:
-    """Return the arguments of transformers and vLLM. Without them, transformers asks on the terminal."""
+    """Return the argument for transformers and vLLM. Without it, transformers asks on the terminal."""
     return {"trust_remote_code": _custom_code}
 
 
@@ -64,7 +64,7 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str 
     module.to(device)
     for value in (*model.parameters(), *model.buffers()):
         if value.device.type == "cpu":
-            value.data = value.data.clone()  # from the mapped file, which may be written again
+            value.data = value.data.clone()  # out of the mapped file, which may be overwritten
     return model.eval()
 
 
@@ -79,7 +79,7 @@ def _untie(model: PreTrainedModel, path: str | Path) -> None:
 
 
 def _mend_generation(model: PreTrainedModel, path: str | Path) -> None:
-    """Keep only the token ids of a generation config that transformers refuses to save."""
+    """Reduce a generation config that transformers refuses to save to its token ids."""
     given = model.generation_config
     if given is None:
         return
@@ -177,7 +177,7 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 
 def _read_config(path: str | Path) -> tuple[str, PreTrainedConfig]:
-    """Return the place of the model at `path` for transformers, and its config."""
+    """Return the folder or hub id of the model at `path`, in transformers' form, and its config."""
     place = place_of(path)
     if Path(place).is_dir() and not (Path(place) / "config.json").is_file():
         raise FileNotFoundError(f"model {path}: this folder has no config.json, expected a saved model")
@@ -225,7 +225,7 @@ def _first_line(error: Exception) -> str:
 
 
 def logit_scale(config: Any) -> float:
-    """Return the factor of a linear head's logits, by a text config; ValueError if they are capped."""
+    """Return the factor that a text config applies to a linear head's logits; ValueError if it caps them."""
     for name in CAPS:
         if cap := getattr(config, name, None):
             raise ValueError(f"{config.model_type} has {name}={cap}, expected none: this needs a linear head")
@@ -233,7 +233,7 @@ def logit_scale(config: Any) -> float:
 
 
 def logit_factor(config: Any) -> float:
-    """Return the factor of the logits before a cap, by a text config."""
+    """Return the factor that a text config applies to the logits, before any cap."""
     for name in SCALES:
         if getattr(config, name, None) is not None:
             return float(getattr(config, name))

@@ -70,7 +70,7 @@ def _pack(
 
 
 def empty_batch() -> TokenBatch:
-    """Return one position without response tokens, for a rank that has run out of micro-batches."""
+    """Return a batch of one position and no response tokens, for a rank that has run out of micro-batches."""
     one, none = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
     return TokenBatch(one, one, none, none, none, Pieces([Piece(0, 1)]), "plain")
 

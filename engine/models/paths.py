@@ -26,11 +26,11 @@ DESCRIPTIONS = {
     "plain": "one sequence in each row, not packed",
 }
 CHECK_BYTES = 4 << 30
-"""Ours: activations of the self-check. Its longest sequence passes windows and RoPE boundaries if it fits."""
+"""Ours: limit of the self-check's activations. Within it, a sequence exceeds windows and RoPE boundaries."""
 TOKEN_BYTES = 160  # ours: fp32 activations of a token, for each layer and hidden dimension
 CPU_LENGTH = 600  # ours: positions that a CPU computes within a second in a small model
 CHECK_IDS = 1000  # ours: ids below are ordinary tokens in most vocabularies
-SMALL = 1 << 20  # ours: the gradients of larger parameters would take memory
+SMALL = 1 << 20  # ours: the gradients of larger parameters would take much memory
 LOGP_BOUND, GRAD_BOUND = 1e-3, 1e-2
 """Ours, in fp32: largest difference in nats, and relative difference of the gradient."""
 ROUNDED_LOGP_BOUND, ROUNDED_GRAD_BOUND = 0.1, 0.3
@@ -87,7 +87,7 @@ def layout_of(model: PreTrainedModel, attends: Attends, reasons: Sequence[str] =
 def disagreement(model: PreTrainedModel, layout: Layout) -> str | None:
     """Return how `model` under `layout` differs from transformers; None within bounds.
 
-    Compares log-probabilities and, where the model trains, gradients of its small parameters.
+    It compares log-probabilities and, if the model is trained, gradients of its small parameters.
     """
     rollouts = check_rollouts(model)
     exact = model.dtype == torch.float32 and not (model.device.type == "cuda" and layout.attends == "pieces")

@@ -21,7 +21,7 @@ class ModelNumbers(NamedTuple):
         return self.vocabulary * self.hidden
 
     def kv_bytes(self, width: int, parallel: int = 1) -> int:
-        """Bytes of the keys and values of one position on each of `parallel` GPUs."""
+        """Return the bytes of the keys and values of one position on each of `parallel` GPUs."""
         return 2 * self.layers * -(-self.kv_heads // parallel) * self.head_dim * width
 
 

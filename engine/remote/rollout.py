@@ -81,7 +81,7 @@ class RemoteRollout:
     def generate(
         self, prompts: Sequence[Sequence[int]], groups: Sequence[int], sampling: Sampling
     ) -> list[Rollout]:
-        """Sample as `RolloutEngine`; raises NoServer, and ValueError as `samples_of`."""
+        """Sample as in `RolloutEngine`. Raise NoServer, or ValueError as `samples_of` does."""
         version = self.policy_version
 
         def request(url: str, sample: Sample) -> Request:
@@ -100,9 +100,9 @@ class RemoteRollout:
         logps_T = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]]).float()
         if reason not in ("stop", "length") or logps_T.shape != ids.shape or len(ids) > longest:
             got = f"ended by {reason!r} with {tuple(ids.shape)} tokens and {len(logps_T)} log-probabilities"
-            raise ValueError(f"group {sample.group}: a response {got}, expected as many, at most {longest}")
+            raise ValueError(f"group {sample.group}: a response {got}, expected equal counts up to {longest}")
         if (len(ids) and ids.dtype != torch.int64) or bool(((ids < 0) | (ids >= self.vocabulary)).any()):
-            raise ValueError(f"token_ids hold others than integers from 0 to {self.vocabulary - 1}")
+            raise ValueError(f"token_ids are not all integers from 0 to {self.vocabulary - 1}")
         require_logprobs("logprobs", logps_T)
         if not bool(logps_T.isfinite().all()):
             raise ValueError("a sampled token has the log-probability -inf, expected a finite one")
@@ -111,7 +111,7 @@ class RemoteRollout:
         )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Send full tensors under their transformers names, to restored servers as well; collective."""
+        """Send full tensors under their transformers names, also to restored servers; a collective call."""
         for removed in distributed.gather_objects(self.servers.removed):
             self.servers.removed.update(removed)
         stream, trouble = iter(weights), None
@@ -128,7 +128,7 @@ class RemoteRollout:
         self.policy_version = version
 
     def load_path(self, path: str) -> None:
-        """Send the model at `path`, a folder or hub id, as version 0; collective."""
+        """Send the model at `path`, a folder or hub id, as version 0; a collective call."""
         architecture = architecture_of(path)
         checked = Checked(architecture, stored(path, architecture))
         self.load_weights(checked if distributed.rank() == 0 else (), 0)

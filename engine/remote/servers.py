@@ -1,7 +1,7 @@
-"""HTTP servers of the same model: failed requests are retried, and move on when a server is removed.
+"""HTTP servers of the same model: failed requests are retried, and go to others when a server is removed.
 
 A deadline covers the whole answer, because httpx limits each read separately and a server that drips bytes
-would never time out. The size of an answer is limited too. Every failure is a `ServerUnavailable`.
+would never time out. The size of an answer is limited too. Every failure raises `ServerUnavailable`.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ TOKEN = "SMOPD_SERVER_TOKEN"
 """Environment variable with the servers' bearer token (vLLM's --api-key)."""
 CONNECT_SECONDS = 10.0  # ours
 KEEP_SECONDS = 2.0  # ours: lifetime of an idle connection; vLLM's servers close theirs after 5
-MAX_ANSWER_BYTES = 1 << 26  # ours: JSON of 131,072 sampled tokens has about a third
+MAX_ANSWER_BYTES = 1 << 26  # ours: JSON of 131,072 sampled tokens takes about a third of this
 MAX_GET_BYTES = 1 << 20  # ours: health, models and descriptions are far smaller
 MAX_REASON = 300  # ours: characters of a server's error message that are logged
 BUSY = (408, 425, 429, 500, 502, 503, 504)
@@ -36,7 +36,7 @@ BUSY = (408, 425, 429, 500, 502, 503, 504)
 HEALTH_SECONDS = 5.0  # ours: deadline of a health check
 RETRIES = 5  # ours: further attempts at a busy server before it is removed
 CONCURRENCY = 64  # ours: requests in flight per server
-BACKOFF_SECONDS = 0.5  # ours: before the first retry; doubles up to the next
+BACKOFF_SECONDS = 0.5  # ours: before the first retry; doubles each time, up to MAX_BACKOFF_SECONDS
 MAX_BACKOFF_SECONDS = 30.0  # ours
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Request:
     """An idempotent HTTP request: a POST if it has a body, otherwise a GET.
 
     accept: error statuses to read as answers.
-    most_bytes: of the answer; 0 is MAX_GET_BYTES or MAX_ANSWER_BYTES.
+    most_bytes: size limit of the answer; 0 means MAX_GET_BYTES or MAX_ANSWER_BYTES.
     """
 
     path: str
@@ -74,7 +74,7 @@ class Request:
 
 
 def http_client() -> httpx.AsyncClient:
-    token = os.environ.get(TOKEN, "").strip()  # a file ends with a newline
+    token = os.environ.get(TOKEN, "").strip()  # if read from a file, it ends with a newline
     return httpx.AsyncClient(
         limits=httpx.Limits(keepalive_expiry=KEEP_SECONDS),
         timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
@@ -145,7 +145,7 @@ class Servers:
     def __init__(self, urls: Sequence[str]):
         self.urls = [url.rstrip("/") for url in urls]
         if not self.urls or len(set(self.urls)) != len(self.urls):
-            raise ValueError(f"urls: got {list(urls)}, expected one or more different ones")
+            raise ValueError(f"urls: got {list(urls)}, expected one or more distinct URLs")
         self.removed: dict[str, str] = {}
         self.bad_answers = 0
         self._pause: dict[str, float] = {}  # seconds without health checks after a missed deadline
@@ -209,7 +209,7 @@ class Servers:
                 workers = [asyncio.create_task(work(url)) for url in self.alive for _ in range(each)]
                 try:
                     await asyncio.gather(*workers)
-                finally:  # of an error, gather leaves the others at work
+                finally:  # after an error, gather leaves the other workers running
                     for worker in workers:
                         worker.cancel()
 
@@ -238,7 +238,7 @@ class Servers:
     def restore(self) -> list[str]:
         """Put removed servers whose /health answers back into use, and return them.
 
-        Health checks pause after a missed deadline: first for as long as the deadline, then twice that, ...
+        Health checks pause after a missed deadline: first as long as the deadline, then doubling.
         """
 
         async def check(url: str) -> None:

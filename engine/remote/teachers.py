@@ -26,7 +26,7 @@ REQUEST_TOKENS = 16_384  # ours: approximate tokens per request
 
 @dataclass(frozen=True)
 class Probe:
-    """A text and the student's token ids of it, to compare tokenizers and weights.
+    """A text and its token ids in the student's tokenizer, to compare tokenizers and weights.
 
     tokens: size of the student's tokenizer; a teacher's head needs at least as many rows.
     """
@@ -41,8 +41,8 @@ class RemoteTeachers(Dropping):
 
     Args:
         urls: for each teacher, the servers that hold it.
-        vocabulary: of the student.
-        kappa, temperature: later calls of `score` use these.
+        vocabulary: the student's vocabulary size.
+        kappa, temperature: those of later calls of `score`.
     Raises:
         NoServer: no server of a teacher answers.
         UnusableModel: a server has another tokenizer or cannot serve kappa or temperature.
@@ -80,7 +80,7 @@ class RemoteTeachers(Dropping):
 
         def ask(m: int) -> int:
             servers = self.teachers[m]
-            self._admit(m, servers.restore())  # may serve another model by now
+            self._admit(m, servers.restore())  # a restored one may serve another model
             answers = servers.map(
                 lambda url, part: self._score_request(m, part, kappa, temperature),
                 parts,
@@ -101,7 +101,7 @@ class RemoteTeachers(Dropping):
         return Request("/score", content=pack_request(part), params=params, most_bytes=size)
 
     def _admit(self, m: int, urls: Sequence[str], *, starting: bool = False) -> None:
-        """Remove servers that do not answer or do not fit; at the start, raise UnusableModel for a misfit."""
+        """Remove servers that do not answer or do not fit; at the start, a bad fit raises UnusableModel."""
         for url in urls:
             try:
                 self._require_fit(m, url)
@@ -115,7 +115,7 @@ class RemoteTeachers(Dropping):
         servers, name = self.teachers[m], f"teachers.models.{m}: {url}"
         described = servers.ask(url, Request("/describe", accept=(httpx.codes.NOT_FOUND,)), _description)
         if described is None:
-            raise UnusableModel(f"{name} is no teacher server; serve it with smopd.engine.teacher_server")
+            raise UnusableModel(f"{name} is not a teacher server; start it with smopd.engine.teacher_server")
         vocabulary, rows, weights = described
         text = Request("/tokenize", json={"prompt": self.probe.text, "add_special_tokens": False})
         if servers.ask(url, text, lambda answer: tuple(answer.json()["tokens"])) != self.probe.token_ids:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from smopd.engine.types import Rollout
 
-SLACK = 1e-2  # ours, nats and mass: rounding of a server's bf16 logits
+SLACK = 1e-2  # ours, in nats and in mass: rounding of a server's bf16 logits
 PROBE_NATS = 0.1  # ours: largest mean difference between servers; bf16 logits near 16 have steps of 0.125
 
-HEADER_BYTES = 1 << 16  # ours: of safetensors, or of an error's message
+HEADER_BYTES = 1 << 16  # ours: room for the header of safetensors, or for an error's message
 
 
 def pack(**tensors: Tensor) -> bytes:
@@ -98,11 +98,11 @@ def unpack_answer(content: bytes, n_tokens: int, kappa: int) -> tuple[Tensor, Te
     if bool((ids_NS < 0).any()):
         raise ValueError(f"ids_NS holds {int(ids_NS.min())}, expected ids of at least 0")
     if not dropped and not bool(held_NS.any(-1).all()):
-        raise ValueError("logps_NS has a row without an entry, expected the largest tokens")
+        raise ValueError("logps_NS has a row without an entry, expected the most likely tokens")
     empty_S = -1 - torch.arange(ids_NS.shape[1])
     sorted_NS = torch.where(held_NS, ids_NS.long(), empty_S).sort(-1).values
     if bool((sorted_NS[:, 1:] == sorted_NS[:, :-1]).any()):
-        raise ValueError("ids_NS names an id twice in a row, expected different ones")
+        raise ValueError("ids_NS has a row with a repeated id, expected distinct ids")
     return ids_NS, logps_NS, token_logps_N, int(dropped)
 
 

@@ -92,7 +92,7 @@ class Checkpoints:
         step, ranks, kind = (manifest.get(name) for name in ("step", "world_size", "strategy"))
         strategy = student.strategy
         if newest.name != _name(step):
-            raise UnusableCheckpoint(f"{newest}: is of step {step}, not its own; remove the folder to resume")
+            raise UnusableCheckpoint(f"{newest}: contains step {step} instead; remove the folder to resume")
         run = manifest.get("run")
         if run not in (None, distributed.on_rank0(lambda: self._run(run))):
             raise UnusableCheckpoint(f"{newest}: is of another run; remove the folder to resume")
@@ -112,7 +112,7 @@ class Checkpoints:
             raise UnusableCheckpoint(f"{newest}: {why}; remove the folder to resume") from error
         apply_settings(student.optimizer, student.settings)
         if not same_ranks:
-            log.warning("%s was saved by %s ranks: the run resumes, not bit for bit", newest, ranks)
+            log.warning("%s was saved by %s ranks: the run resumes, but not bit for bit", newest, ranks)
         student.updates, student.skipped = process["updates"], process["skipped"]
         torch.set_rng_state(process["rng"])
         if process["cuda_rng"] is not None and student.device.type == "cuda":
@@ -121,7 +121,7 @@ class Checkpoints:
         return self.newest, process["extra"] if same_ranks else None
 
     def _run(self, given: str | None = None) -> str:
-        """Return the identity of the run: `given` or a new one if it has none yet."""
+        """Return the identity of the run. If it has none yet, this is `given` or a new one."""
         file = self.folder.parent / "id"
         if not file.exists():
             write_atomically(file, (given or uuid4().hex).encode())
@@ -138,7 +138,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def export(student: Student, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype) -> None:
-    """Write safetensors, config, tokenizer and chat template, and the adapter alone; a collective call."""
+    """Write safetensors, config, tokenizer, chat template and, with LoRA, the adapter; a collective call."""
     with whole_folder(folder, {}) as partial:
         weights = {}
         for name, value in student.weights():
@@ -157,7 +157,7 @@ def export(student: Student, tokenizer: PreTrainedTokenizerBase, folder: Path, d
 
 @contextmanager
 def whole_folder(folder: Path, facts: dict[str, Any]) -> Iterator[Path]:
-    """Yield a temporary folder, then write its manifest and rename it to `folder`; CannotWrite: the disk."""
+    """Yield a temporary folder, then write its manifest and rename it; CannotWrite if the disk refuses."""
     with room_for(folder):
         partial = distributed.on_rank0(lambda: empty_partial(folder))
         yield partial
@@ -191,7 +191,7 @@ def read_manifest(folder: Path, remove: str = "remove the folder to resume") -> 
         content = (folder / MANIFEST).read_bytes()
         expected = (folder / MANIFEST_DIGEST).read_text().split()[:1]
         if [hashlib.sha256(content).hexdigest()] != expected:
-            raise UnusableCheckpoint(f"{folder}: {MANIFEST} is not the one of {MANIFEST_DIGEST}; {remove}")
+            raise UnusableCheckpoint(f"{folder}: {MANIFEST} does not match {MANIFEST_DIGEST}; {remove}")
         manifest = json.loads(content)
         files = {folder / str(name): str(digest) for name, digest in manifest["files"].items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -209,7 +209,7 @@ def read_manifest(folder: Path, remove: str = "remove the folder to resume") -> 
 def require_whole(export: Path) -> None:
     """Raise UnusableCheckpoint if an export differs from its manifest, if any; a collective call."""
     if distributed.on_rank0((export / MANIFEST_DIGEST).exists):
-        read_manifest(export, "its run has to be done again: remove the run's folder")
+        read_manifest(export, "to repeat its run, remove the run's folder")
 
 
 def _name(step: object) -> str:

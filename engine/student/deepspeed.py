@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-2 and ZeRO-3 with fp32 master weights, gradient accumulation and reductions."""
+"""DeepSpeed ZeRO-2 and ZeRO-3; master weights, gradient accumulation and reductions are in fp32."""
 
 import json
 import os
@@ -30,7 +30,7 @@ class DeepSpeedZero:
         if settings.shard_size is not None:
             raise ValueError(f"shard_size: got {settings.shard_size}, expected null under DeepSpeed")
         if settings.compile and stage == 3:
-            raise ValueError("compile: got true, expected false under ZeRO-3; or FSDP2 or zero_stage 2")
+            raise ValueError("compile: got true, expected false under ZeRO-3; use FSDP2 or zero_stage 2")
         self.name = f"deepspeed ZeRO-{stage}"
         self.policy = policy
         self.optimizer = optimizer(policy, settings)
@@ -61,7 +61,7 @@ class DeepSpeedZero:
     def trial(
         self, batch: TokenBatch, through_head: ThroughHead[tuple[Tensor, Stats]]
     ) -> tuple[float, Stats]:
-        """Compute the gradient of small parameters, beside the engine, which would keep it."""
+        """Compute the gradient of small parameters without the engine, which would keep the gradient."""
         loss, stats = self.policy(batch, through_head)
         leaves = [each for each in self.policy.parameters() if each.requires_grad]
         leaves = [each for each in leaves if getattr(each, "ds_numel", each.numel()) <= SMALL]
@@ -91,7 +91,7 @@ class DeepSpeedZero:
 
 
 def configuration(settings: TrainSettings, device: torch.device) -> dict[str, Any]:
-    """Return these settings merged with `deepspeed_config`; ValueError if that contradicts them."""
+    """Return DeepSpeed's configuration from `settings` and deepspeed_config; ValueError if they conflict."""
     zero: dict[str, Any] = {"stage": settings.zero_stage}
     if settings.offload_optimizer and device.type != "cpu":
         zero["offload_optimizer"] = {"device": "cpu"}

@@ -23,7 +23,7 @@ from smopd.engine.student.optimizers import optimizer
 from smopd.engine.student.strategy import Output, Policy, Stats, ThroughHead
 from smopd.engine.types import TokenBatch
 
-ROOT_ONLY = 1_000_000_000  # parameters (ours): 8 GB more memory than wrapping each layer
+ROOT_ONLY = 1_000_000_000  # parameters (ours): there, wrapping only the root costs 8 GB more
 _PLAIN: dict[str, Collection[str]] = {
     dcp.metadata.__name__: [name for name, found in vars(dcp.metadata).items() if isinstance(found, type)],
     "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
@@ -61,7 +61,7 @@ class Fsdp2:
         return grad_norm, stats
 
     def _clip(self) -> float:
-        """Clip the gradient and return its global norm before."""
+        """Clip the gradient and return its global norm before clipping."""
         norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
@@ -93,7 +93,7 @@ class Fsdp2:
 
     def _state(self) -> dict[str, Any]:
         options = StateDictOptions(ignore_frozen_params=self._frozen())
-        if not self.optimizer.state:  # torch initializes it by a step with zero gradients; do not count it
+        if not self.optimizer.state:  # torch initializes it by a step with zero gradients: reset the counter
             get_state_dict(self.policy, self.optimizer, options=options)
             for state in self.optimizer.state.values():
                 if "step" in state:

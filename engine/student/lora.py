@@ -37,7 +37,7 @@ def attach(model: PreTrainedModel, lora: Lora) -> None:
     )
     try:
         inject_adapter_in_model(config, model, ADAPTER)
-    except ValueError as error:  # peft's lines print modules
+    except ValueError as error:  # peft's other lines print modules
         raise ValueError(f"lora: {str(error).splitlines()[0]}") from error
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -65,7 +65,7 @@ def _targets(model: PreTrainedModel, wanted: list[str]) -> list[str]:
     """Return the target names. The head and embeddings get no adapters, as the fused head is linear."""
     layers = decoder_layers(model)
     linear = {_last(name) for name, module in layers.named_modules() if isinstance(module, nn.Linear)}
-    linear.discard("router")  # peft's would return a tensor (phimoe), or be read as more logits (Jamba)
+    linear.discard("router")  # peft's router would return a tensor (phimoe) or be read as more logits (Jamba)
     if not linear:
         raise ValueError(f"lora: the decoder of a {type(model).__name__} has no linear layers")
     stacked = (name for name, value in layers.named_parameters() if value.dim() == 3)
@@ -81,13 +81,13 @@ def _targets(model: PreTrainedModel, wanted: list[str]) -> list[str]:
 
 
 def _last(name: str) -> str:
-    """Return the last part of a name that is not a number, with what follows."""
+    """Return the last part of a dotted name or, if that is a number, the last two."""
     parts = name.split(".")
     return ".".join(parts[-2:]) if parts[-1].isdigit() else parts[-1]
 
 
 def _served(model: PreTrainedModel, targets: list[str]) -> set[str]:
-    """Return the targets that peft keeps: it applies some to fused experts instead, which `merged` cannot."""
+    """Return the targets that peft keeps; it moves others to fused experts, which `merged` cannot merge."""
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(r=1, target_modules=targets)

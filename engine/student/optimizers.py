@@ -56,7 +56,7 @@ def optimizer(policy: nn.Module, settings: Optimiser) -> torch.optim.Optimizer:
 
 
 def apply_settings(made: torch.optim.Optimizer, settings: Optimiser) -> None:
-    """Set AdamW's settings after a checkpoint has restored those that it was saved with."""
+    """Set AdamW's settings again, after a checkpoint has restored the ones it was saved with."""
     if settings.optimizer == "adamw":
         for group in made.param_groups:
             group |= {"betas": settings.betas, "eps": settings.adam_eps}

@@ -1,4 +1,4 @@
-"""The module that is sharded, and the protocol of FSDP2 and DeepSpeed."""
+"""The module that is sharded, and the protocol that FSDP2 and DeepSpeed implement."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,7 +59,7 @@ class Strategy(Protocol):
     def trial(
         self, batch: TokenBatch, through_head: ThroughHead[tuple[Tensor, Stats]]
     ) -> tuple[float, Stats]:
-        """Return a norm of the loss's gradient and the other output of a forward; nothing is kept.
+        """Return a norm of the loss's gradient and the statistics of the forward; change nothing.
 
         The norm is NaN or infinite if a gradient is.
         """

@@ -95,7 +95,7 @@ class Student:
         It changes nothing: no gradient, optimizer state or random state.
         """
         dtype = self.settings.compute_dtype
-        if dtype == "float32" or self.lora is not None:  # checked in this dtype
+        if dtype == "float32" or self.lora is not None:  # `choose` has checked this dtype
             return
         rollouts = check_rollouts(self.model)[:2]  # the short ones
         ids_N = torch.cat([rollout.response_ids for rollout in rollouts]).to(self.device)
@@ -120,7 +120,7 @@ class Student:
             raise UnusableModel(f"student.compute_dtype: {text}; expected float32, in which it works")
 
     def logps(self, rollouts: Sequence[Rollout], temperature: float, *, adapters: bool = True) -> Tensor:
-        """Return (N,) fp32 log-probabilities of the tokens, or by a LoRA student's base; collective."""
+        """Return the tokens' (N,) fp32 log-probabilities; without `adapters`, of LoRA's base; collective."""
         with nullcontext() if adapters else lora.adapters_disabled(self.model):
             logp_N = self.topk(rollouts, 0, temperature).token_logp_N
         assert logp_N is not None
@@ -168,7 +168,7 @@ class Student:
 
     @torch.no_grad()
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full tensors by the base model's names, adapters merged; a collective call.
+        """Yield full tensors under the base model's names, with adapters merged; a collective call.
 
         A tied head follows the embedding as the same tensor, which is gathered once.
 
@@ -200,12 +200,12 @@ class Student:
         return lora.save(self.model, self._tensors(), self.strategy.full, folder)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return the model's sharded state dict, from the root, whose hooks reshard it first."""
+        """Return the model's sharded state dict, taken from the root, whose hooks reshard it first."""
         tensors = self.policy.state_dict(keep_vars=True)
         return {name.removeprefix("model."): value for name, value in tensors.items()}
 
     def _micro_batches(self, rollouts: Sequence[Rollout]) -> list[TokenBatch]:
-        """Pack into as many micro-batches on every rank, at least one; missing ones are empty."""
+        """Pack into the same number of micro-batches on every rank, at least one; some may be empty."""
         batches = [*pack(rollouts, self.settings, self.layout)]
         count = torch.tensor(len(batches), device=self.device)
         most = max(1, int(distributed.all_reduce(count, "max")))
@@ -220,9 +220,9 @@ def _through_loss(
 
 
 def train_mode(model: nn.Module) -> None:
-    """Set eval mode apart from activation checkpointing.
+    """Set eval mode, except for activation checkpointing, which needs train mode.
 
-    Dropout functions and random routers would make the ratio of two forwards depend on more than parameters.
+    Dropout and random routers would make the ratio of two forwards depend on more than the parameters.
     """
     model.eval()
     for module in model.modules():
@@ -239,7 +239,7 @@ def _without_dropout(model: PreTrainedModel) -> None:
 
 
 def joined(parts: Sequence[PerToken], batches: Sequence[TokenBatch]) -> PerToken:
-    """Join the results of micro-batches: columns into the flat token order, loss terms by their sum."""
+    """Join the results of micro-batches: put columns into the flat token order, and sum loss terms."""
     place_N = torch.cat([batch.flat_N for batch in batches])
     fields: dict[str, Tensor] = {}
     for name, first in vars(parts[0]).items():

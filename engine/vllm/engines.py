@@ -63,7 +63,7 @@ class Engine:
         sleeps: it leaves the GPU between uses.
         memory: its GPU memory; None on a CPU.
         holds: identity of the files that its weights come from; None for other weights.
-        asleep: what is off the GPU now, "weights" and "kv_cache".
+        asleep: what is off the GPU now: none, one or both of "weights" and "kv_cache".
         trouble: why it cannot serve, or "".
         broken: vLLM failed during a load, so later loads may be silently wrong.
     """
@@ -83,7 +83,7 @@ class Engine:
         """Keep weights and cache on the GPU inside the context; raise LostWeights if the last load failed."""
         with exclusive(self.settings):
             if self.trouble:
-                raise LostWeights(f"the engine holds no whole set of weights ({self.trouble})")
+                raise LostWeights(f"the engine lacks a complete set of weights ({self.trouble})")
             self._wake(self.asleep)
             try:
                 yield self.llm
@@ -131,7 +131,7 @@ _working = threading.RLock()
 
 @contextmanager
 def exclusive(settings: Vllm) -> Iterator[None]:
-    """Let one colocated engine work at a time: vLLM's forward context is global. NoServer if it ended."""
+    """Let one colocated engine work at a time: vLLM's forward context is global. NoServer if one has died."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     with _working if settings.placement == "colocated" else nullcontext():
@@ -185,7 +185,7 @@ def _architecture(path: str, files: str) -> Architecture:
 
 
 def warm_cache(path: str) -> None:
-    """Read the architecture here, since doing so in another thread changes torch's default dtype for all."""
+    """Read the architecture now: in another thread, that would change torch's default dtype for all."""
     _architecture(path, identity(path))
 
 
@@ -255,9 +255,9 @@ def _model_classes() -> dict[Any, tuple[tuple[type, ...], dict[str, Any]]]:
 
 
 def _give_back(llm: LLM, before: Mapping[Any, tuple[tuple[type, ...], dict[str, Any]]]) -> None:
-    """Give vLLM's modules classes of their own where its Transformers backend has changed transformers'.
+    """Undo what vLLM's Transformers backend changed in transformers' classes; give its modules other classes.
 
-    The trainer's models are of these classes, and could not be called any more.
+    Otherwise the trainer's models, which are of transformers' classes, could not be called any more.
     """
     theirs: dict[type, type] = {}
     for cls, (bases, own) in before.items():
@@ -278,7 +278,7 @@ def _give_back(llm: LLM, before: Mapping[Any, tuple[tuple[type, ...], dict[str, 
 
 
 def _require_replaceable(architecture: Architecture) -> None:
-    """Raise ValueError for a mixture of experts on a CPU: vLLM 0.32 packs its weights for good."""
+    """Raise ValueError for a mixture of experts on a CPU: vLLM 0.32 packs its weights irreversibly."""
     if not torch.cuda.is_available() and any(EXPERTS.search(name) for name in architecture.shapes):
         expected = "expected `local`, or a server with a GPU at rollout.urls"
         raise ValueError(f"vLLM does not replace the weights of experts on a CPU; {expected}")

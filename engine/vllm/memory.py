@@ -5,7 +5,7 @@ work      an estimate for CUDA graphs and the largest forward
 cache     keys and values: `kv_cache_memory_bytes`, or what `gpu_memory_utilization` leaves, or else
           scoring: one batch and one sequence, since nothing is read from the cache again
           sampling: a quarter of the memory beside weights and work; the rest is for AdamW's states,
-          teachers and engines of later runs, which come afterwards
+          teachers and engines of later runs, which are allocated afterwards
 """
 
 from collections.abc import Collection
@@ -16,7 +16,7 @@ from smopd.engine.settings import Vllm
 
 GIB = 1 << 30
 WORK = 2 * GIB
-BATCH = 16_384  # vLLM's default for the most positions in one forward
+BATCH = 16_384  # vLLM's default limit of positions in one forward
 BLOCK = 16  # positions; vLLM reserves one block
 SAMPLING_PART = 4  # ours
 
@@ -89,7 +89,7 @@ def engine_memory(
 def vllm_arguments(
     settings: Vllm, memory: EngineMemory, gpu: Gpu, *, sleeps: bool, samples: bool
 ) -> dict[str, Any]:
-    """Return the memory arguments of vllm.LLM, which needs its `gpu_memory_utilization` to be free."""
+    """Return the memory arguments of vllm.LLM, which checks that `gpu_memory_utilization` is free."""
     if settings.gpu_memory_share is not None and settings.kv_cache_bytes is None:
         return {"gpu_memory_utilization": settings.gpu_memory_share}
     least, room = memory.total - memory.work, gpu.free if sleeps else gpu.room

@@ -36,7 +36,7 @@ HEAD, TIED_HEAD = "lm_head", "embed_tokens"
 
 
 class TeacherPooler(Pooler):
-    """Answers `ask` with (T, 2 S + 1) fp32: ids, their log-probabilities, and that of the response's token.
+    """Pooler that answers `ask` with (T, 2 S + 1) fp32: top ids, their logps, and the response token's logp.
 
     fp32 holds ids below 2^24 exactly.
 
@@ -130,7 +130,7 @@ class TeacherWorker:
 def ask(
     llm: LLM, rollouts: Sequence[Rollout], lora: LoRARequest | None, kappa: int, temperature: float
 ) -> Tensor:
-    """Score the responses' tokens in flat order; the answer is that of `TeacherPooler`."""
+    """Return `TeacherPooler`'s answers for the responses' tokens, in flat order."""
     params = []
     for r in rollouts:
         predictor_T = torch.arange(len(r.response_ids)) + len(r.prompt_ids) - 1
@@ -165,7 +165,7 @@ def text_config(path: str) -> PretrainedConfig:
 
 
 def read(path: str, name: str, like: Tensor) -> Tensor | None:
-    """Return the checkpoint's weight whose name ends in `name`, as dtype and device of `like`, or None."""
+    """Return the weight whose name ends in `name`, in `like`'s dtype and on its device, or None."""
     found = _find(path, name)
     return None if found is None else tensor(*found).to(like)
 

@@ -51,7 +51,7 @@ class VllmRollout:
     def generate(
         self, prompts: Sequence[Sequence[int]], groups: Sequence[int], sampling: Sampling
     ) -> list[Rollout]:
-        """Sample as `RolloutEngine`; raise LostWeights if the last load failed."""
+        """Sample as in `RolloutEngine`; raise LostWeights if the last load failed."""
         own = samples_of(prompts, groups, sampling)
         if not own and self.engine.settings.tensor_parallel_size == 1:
             return []  # without waking the engine
@@ -62,7 +62,7 @@ class VllmRollout:
         return rollouts[first : first + len(own)]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load as `RolloutEngine`; raises as `Engine.load`, NoServer on every rank if one engine ended."""
+        """Load as in `RolloutEngine`; raise as `Engine.load`, or NoServer on all ranks if one engine died."""
         stream = iter(weights)
 
         def take() -> None:
@@ -99,7 +99,7 @@ class VllmRollout:
 
     def _rollout(self, sample: Sample, output: Any) -> Rollout:
         if output.finish_reason not in ("stop", "length"):
-            raise RuntimeError(f"generate: vLLM ended one (group {sample.group}): {output.finish_reason!r}")
+            raise RuntimeError(f"vLLM ended a response of group {sample.group} by {output.finish_reason!r}")
         flat = output.logprobs
         return Rollout(
             sample.prompt,

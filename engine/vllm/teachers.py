@@ -38,7 +38,7 @@ _lora_ids = itertools.count(1)  # vLLM keys adapters by number
 class Base:
     """A model in vLLM that serves itself, adapters of it, or both as teachers.
 
-    role: of its engine, in which bases take turns; members: each teacher's index, and its adapter or None.
+    role: that of its engine; bases of one role take turns. members: each teacher's index and adapter or None.
     """
 
     path: str
@@ -53,9 +53,9 @@ class VllmTeachers(Dropping):
 
     Args:
         paths: folders or hub ids of models, and folders of LoRA adapters in peft's format.
-        settings: max_model_len covers a prompt with its response.
-        vocabulary: of the student. A teacher's may be larger, by padding.
-        tokens: size of the student's tokenizer, the least vocabulary of a teacher; None: `vocabulary`.
+        settings: max_model_len must cover a prompt with its response.
+        vocabulary: the student's vocabulary size. A teacher's may be larger because of padding.
+        tokens: size of the student's tokenizer, the minimum for a teacher's vocabulary; None: `vocabulary`.
         engines: number of engines that the models share; None: one each. With fewer, models take turns, and
             each loads its weights at most once per call.
         role: distinguishes these engines from others in the process.

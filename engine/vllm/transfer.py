@@ -24,7 +24,7 @@ EXTENSION = "smopd.engine.vllm.transfer.Extension"
 
 
 class Extension:
-    """Worker extension, so that vLLM's workers import this module."""
+    """Worker extension, which makes vLLM's workers import this module."""
 
     _weight_update_active: bool
 

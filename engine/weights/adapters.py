@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from smopd.engine.models.loading import UnusableModel
 
 PREFIX = "base_model.model."  # of names in an adapter's files
-BESIDES = ("bias", "modules_to_save", "trainable_token_indices")  # what else peft trains
+BESIDES = ("bias", "modules_to_save", "trainable_token_indices")  # other weights that peft can train
 EMBEDDINGS = ("lm_head", "embed_tokens", "output", "wte", "embed_out")
 
 
@@ -24,7 +24,7 @@ class Adapter(NamedTuple):
 
 
 def attach(model: PreTrainedModel, adapter: Adapter, name: str) -> str:
-    """Add the adapter to `model` as `name`, which is returned; raise UnusableModel if it does not fit."""
+    """Add the adapter to `model` as `name`, and return `name`; raise UnusableModel if it does not fit."""
     try:  # transformers' own loading accepts only the newest peft
         from peft import PeftConfig, inject_adapter_in_model
         from peft.utils import load_peft_weights, set_peft_model_state_dict
@@ -58,7 +58,7 @@ def use(model: PreTrainedModel, name: str | None) -> None:
 def read_adapter(path: str | Path) -> Adapter | None:
     """Read the LoRA adapter in the folder `path`; None if there is no adapter_config.json.
 
-    Raise UnusableModel if it is no LoRA, names no base, adapts the embeddings or the head, or holds weights
+    Raise UnusableModel if it is not LoRA, names no base, adapts the embeddings or the head, or holds weights
     other than low-rank matrices, which would replace those of the shared base.
     """
     folder = Path(path).expanduser()

@@ -20,7 +20,7 @@ from smopd.engine.student.checkpoint import file_digest
 
 NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 
-HEADLESS = ("gemma2", "gemma3n")  # to vLLM, if their head is tied
+HEADLESS = ("gemma2", "gemma3n")  # families that have no separate head in vLLM if it is tied
 DIGEST_LENGTH = 16  # ours: short enough for a message
 
 
@@ -76,7 +76,7 @@ def _require_tied(path: str, tied: tuple[str, str]) -> None:
 class Checked:
     """A stream of weights in the form of files that ends at the first mistake and keeps it in `error`.
 
-    An exception would leave vLLM with half-loaded layers, and a weight in another form is left out silently.
+    An exception would leave vLLM with half-loaded layers. vLLM silently leaves out weights in another form.
     """
 
     def __init__(self, architecture: Architecture, weights: Iterable[tuple[str, Tensor]]):

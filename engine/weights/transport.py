@@ -22,7 +22,7 @@ from smopd.engine.protocols import RolloutEngine
 from smopd.engine.settings import WeightTransport
 from smopd.engine.student.student import Student
 
-PART_BYTES = 256 << 20  # ours: a part ends with the decoder layer that exceeds it
+PART_BYTES = 256 << 20  # ours: a part ends after the decoder layer with which it reaches this size
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -35,7 +35,7 @@ def publish_weights(student: Student, rollouts: RolloutEngine, version: int) -> 
 
 
 class WeightReceiver(Protocol):
-    """Receives an update; vLLM's `LLM` is one."""
+    """Receiver of a weight update, such as vLLM's `LLM`."""
 
     def start_weight_update(self) -> None: ...
 
@@ -92,7 +92,7 @@ def parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
 
 
 def on_cpu(value: Tensor) -> Tensor:
-    """Copy to contiguous memory of its own, which safetensors needs for a tied head."""
+    """Return a copy in contiguous memory of its own, which safetensors needs for a tied head."""
     return torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
 
 

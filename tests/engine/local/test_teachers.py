@@ -39,7 +39,7 @@ def test_padding_of_a_larger_vocabulary_is_dropped_and_counted() -> None:
 
 def test_a_smaller_vocabulary_is_refused() -> None:
     for more, tokens in (({}, 60), ({"tokens": VOCABULARY + 1}, VOCABULARY + 1)):
-        message = f"models.1: .* has {VOCABULARY} rows, the student {tokens} tokens"
+        message = f"models.1: .* has {VOCABULARY} tokens, the student has {tokens}"
         with pytest.raises(UnusableModel, match=message):
             LocalTeachers([widened(tiny_model(), 60), tiny_model()], PACKING, 60, **more)
 

@@ -129,7 +129,7 @@ def test_a_server_has_a_row_for_each_token_of_the_student(paths, urls, serve):
     padded = replace(PROBE, tokens=VOCABULARY)
     found = remote(url, vocabulary=larger, probe=padded).score(rollouts, 4, 1.0)
     assert found.logps_NMS.equal(remote(urls[0]).score(rollouts, 4, 1.0).logps_NMS)
-    with pytest.raises(UnusableModel, match=f"has {VOCABULARY} rows, the student {VOCABULARY + 1} t"):
+    with pytest.raises(UnusableModel, match=f"has {VOCABULARY} tokens, the student has {VOCABULARY + 1}"):
         remote(url, vocabulary=larger, probe=replace(PROBE, tokens=VOCABULARY + 1))
 
 
@@ -166,7 +166,7 @@ def test_a_server_that_does_not_fit_is_refused(urls, loopback):
     for asked, vocabulary, message in (
         ([fits.url, other.url], VOCABULARY, r"models\.0: http.* has another tokenizer than the stud"),
         ([fits.url, few.url], VOCABULARY, rf"{few.url} refuses kappa 4: "),
-        ([none.url], VOCABULARY, r"models\.0: http.* is no teacher server; serve it with smopd\.engine\.tea"),
+        ([none.url], VOCABULARY, r"models\.0: http.* is not a teacher server; start it with smopd"),
         ([ours], 7, rf"started for a vocabulary of {VOCABULARY}, expected .* 7 "),
     ):
         with pytest.raises(UnusableModel, match=message):

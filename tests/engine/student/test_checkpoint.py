@@ -139,13 +139,13 @@ DAMAGE = {
     "a bit of the weights": (lambda f: flip(next(f.glob("*.distcp")), 5000), r"distcp: SHA-256 is"),
     "a file is short": (lambda f: os.truncate(next(f.glob("*.distcp")), 5000), r"distcp: SHA-256 is"),
     "a file is missing": (lambda f: next(f.glob("process_*")).unlink(), "no such file"),
-    "a bit of the manifest": (lambda f: flip(f / "manifest.json", 11), r"manifest\.json is not the one of"),
+    "a bit of the manifest": (lambda f: flip(f / "manifest.json", 11), r"manifest\.json does not match"),
     "no digest": (lambda f: (f / "manifest.sha256").unlink(), r"no readable manifest\.json"),
     "no object": (lambda f: rewrite(f, "[1]"), r"no readable manifest\.json"),
-    "no step": (lambda f: rewrite(f, '{"files": {}}'), "is of step None"),
+    "no step": (lambda f: rewrite(f, '{"files": {}}'), "contains step None"),
     "no files": (lambda f: rewrite(f, '{"files": 3, "step": 1}'), r"no readable manifest\.json"),
     "a deep manifest": (lambda f: rewrite(f, "[" * 100_000), r"no readable manifest\.json"),
-    "another's name": (lambda f: f.rename(f.with_name("step_00000005")), "is of step 1, not its own"),
+    "another's name": (lambda f: f.rename(f.with_name("step_00000005")), "contains step 1 instead"),
 }
 
 

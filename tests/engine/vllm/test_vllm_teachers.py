@@ -149,7 +149,7 @@ def test_what_cannot_be_served_is_refused(serve, folder: Path, tmp_path: Path) -
         ("", {}, FileNotFoundError, r"has no config\.json"),
         ("capped", {}, UnusableModel, r"final_logit_softcapping=30"),
         ("dora", {}, UnusableModel, r"vLLM does not serve it .*DoRA"),
-        (folder / "untied", {"vocabulary": 60}, UnusableModel, rf"{VOCABULARY} rows, the student 60 t"),
+        (folder / "untied", {"vocabulary": 60}, UnusableModel, rf"{VOCABULARY} tokens, the student has 60"),
     ):
         with pytest.raises(error, match=message):
             serve(str(tmp_path / name), **options)
