@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     name, *rest = arguments
     if name not in COMMANDS:
         known = ", ".join(COMMANDS)
-        print(f"error: {name!r} is no command{nearest(name, COMMANDS)}; there are {known}", file=sys.stderr)
+        print(f"error: no command {name!r}{nearest(name, COMMANDS)}; there are {known}", file=sys.stderr)
         return 2
     return import_module(COMMANDS[name][0]).main(rest) or 0
 

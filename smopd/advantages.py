@@ -1,4 +1,4 @@
-"""Advantage estimators: several rewards a response in, one advantage a response out.
+"""Advantage estimators: each turns the rewards of a response into one advantage.
 
 Shapes: R responses of this rank, K rewards.
 """
@@ -15,9 +15,9 @@ from smopd.config.settings import Advantage
 from smopd.ops import gd2po_advantages, gdpo_advantages, grpo_advantages
 
 RMS_FLOOR = 0.05
-"""batch_balanced: the least RMS a reward is divided by, so that no reward counts more than 20 times. Ours."""
+"""batch_balanced: a smaller RMS counts as this, so that no weight grows by more than a factor of 20. Ours."""
 EPSILON = 1e-8
-"""SAW, DVAO: keeps a division by zero out (SAW's code, github.com/Zhaolutuan/SAW)."""
+"""SAW, DVAO: avoids division by zero (SAW's code, github.com/Zhaolutuan/SAW)."""
 
 
 class Estimator(Protocol):
@@ -37,7 +37,7 @@ class Estimator(Protocol):
         Args:
             rewards_RK: float64 on the CPU; NaN where a reward could not score.
             group_R: int64, equal for the responses to one prompt. A group lies on one rank.
-            weights_K: the priority profile.
+            weights_K: the run's reward weights.
             low_K: the lowest value of each reward's `range`; NaN without one.
             lengths_R: response tokens.
             process_group: the ranks that share the batch; None for this one alone.
@@ -76,7 +76,7 @@ def batch_balanced(
 ) -> tuple[Tensor, Tensor]:
     """GDPO with each reward's advantage A_k (Eq. 1) divided by its RMS over the batch before the sum (ours).
 
-    A sparse reward differs within few groups and is 0 in the others, so with equal weights GDPO gives it
+    A sparse reward varies within few groups, and A_k is 0 in the others. So with equal weights, GDPO gives it
     little of the sum. Unscored responses are left out of the RMS.
     """
     columns = [gdpo_advantages(reward_R1, group_R, whiten=None) for reward_R1 in rewards_RK.split(1, dim=1)]
@@ -100,8 +100,8 @@ def saw(
 
         w_k = K cv_k / sum_j cv_j,   cv_k = std_k / (mean_k - low_k) over the batch
 
-    low_k is the lowest value of the reward's range, or its least in the batch. The priority profile
-    multiplies w_k. SAW's code whitens over tokens (`advantage.whiten: tokens`).
+    low_k is the lowest value of the reward's range or, without one, its minimum in the batch. The reward
+    weights multiply w_k. SAW's code whitens over tokens (`advantage.whiten: tokens`).
     """
     scored_RK = ~rewards_RK.isnan()
     least_K = least(rewards_RK)
@@ -118,12 +118,12 @@ def saw(
 
 
 def dvao(rewards_RK: Tensor, group_R: Tensor, *, weights_K: Tensor, **other: Any) -> tuple[Tensor, Tensor]:
-    """DVAO (arXiv 2605.25604): each group weights a reward's advantage by the reward's deviation in it.
+    """DVAO (arXiv 2605.25604): in each group, a reward's advantage is weighted by the reward's deviation.
 
         A = sum_k v_k A_k,   v_k = w_k sigma_k / sum_j w_j sigma_j
 
-    sigma_k is the unbiased standard deviation over the scored responses of the group. No whitening: |A| is
-    bounded as A_k is.
+    sigma_k is the unbiased standard deviation over the scored responses of the group. There is no whitening:
+    |A| has the same bound as |A_k|.
     """
     groups, index_R = group_R.unique(return_inverse=True)
     scored_RK = ~rewards_RK.isnan()

@@ -1,4 +1,4 @@
-"""`smopd evaluate SUITE --model PATH`, or `--responses FILE`: score a model or responses on a benchmark."""
+"""`smopd evaluate SUITE --model PATH` or `--responses FILE`: score a model or responses on a benchmark."""
 
 import json
 import math
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def outside(path: str) -> type[Evaluation]:
-    """Return the options of the suite class at an import path, which is called with --data if given."""
+    """Return the options of the suite class at an import path. The class is called with --data if given."""
     make = resolve(path, dict[str, Any]())
 
     @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def show(suite: Suite, title: str, label: str, content: Mapping[str, Any], count
     cells = [_cell(column, content.get(column.key), found.get(column.key)) for column in suite.columns]
     table.add_row(Text(label), *cells, *map(str, counts.values()))
     console = Console()
-    if not console.is_terminal:  # then the table takes its full width
+    if not console.is_terminal:  # give the table its full width
         wide = Console(width=10_000)
         console = Console(width=max(console.width, wide.measure(table).maximum))
     console.print(table)

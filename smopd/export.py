@@ -1,7 +1,7 @@
 """`smopd export RUN --output FOLDER`: write a checkpoint of a run as a model folder, with a model card.
 
-RUN is the folder of a run, such as runs/quickstart/smopd. The model is that of the newest checkpoint, of
-`--step N`, or of the kept checkpoint with the best value of a metric (`--best greedy/sum`).
+RUN is the folder of a run, such as runs/quickstart/smopd. The checkpoint is the newest, that of `--step N`,
+or the kept one with the highest value of a metric (`--best greedy/sum`).
 """
 
 import sys
@@ -48,13 +48,13 @@ def export_checkpoint(
     if output.exists():
         raise ValueError(f"--output: {output} exists, expected a new folder")
     if not (folder / "config.yaml").exists():
-        raise ValueError(f"{run} is no run, expected the folder of one in a run directory")
+        raise ValueError(f"{run} is not a run, expected the folder of one in a run directory")
     if best is not None and step is not None:
         raise ValueError(f"--step: got {step} and --best {best}, expected one of them")
     settings = saved_settings(folder)
     if name not in settings.runs:
         hint = nearest(name, settings.runs)
-        raise ValueError(f"{run} is no run{hint}; there are {[*settings.runs]}")
+        raise ValueError(f"{run} is not a run{hint}; there are {[*settings.runs]}")
     kept = saved_steps(run / "checkpoints")
     if best is not None:
         step = best_step(run, best, kept)
@@ -79,13 +79,13 @@ def export_checkpoint(
 
 
 def best_step(run: Path, metric: str, kept: list[int]) -> int:
-    """Return the kept checkpoint's step with the highest value of the metric."""
+    """Return the step of the kept checkpoint with the highest value of the metric."""
     lines = [line for line in JsonlLog(run / "metrics.jsonl").read() if line["step"] in kept]
     values = {line["step"]: line[metric] for line in lines if line.get(metric) is not None}
     if not values:
         names = sorted({name for line in lines for name in line})
         what = f"no kept checkpoint has the metric {metric!r}{nearest(metric, names)}"
-        raise ValueError(f"--best: {what}; evaluation.every puts those of evaluations in them")
+        raise ValueError(f"--best: {what}; metrics of evaluations need evaluation.every")
     return max(values, key=lambda step: (values[step], step))
 
 

@@ -1,4 +1,4 @@
-"""Imported first by every command: make output safe, and require the packages of the extra `train`."""
+"""The first import of every command: makes output safe, and requires the packages of the extra `train`."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ TRAIN = [
 ]  # fmt: skip
 """Import names of the packages in the extra."""
 
-while (_free := os.open(os.devnull, os.O_RDWR)) < 3:  # a closed stream; a file would get its number
+while (_free := os.open(os.devnull, os.O_RDWR)) < 3:  # else a file would get the number of a closed stream
     os.set_inheritable(_free, True)
 os.close(_free)
 sys.stdout, sys.stderr = sys.stdout or open(1, "w"), sys.stderr or open(2, "w")  # noqa: SIM115

@@ -53,7 +53,7 @@ class Run:
     views: bool = False
     """Whether to record token views."""
     conversations: Conversations | None = None
-    """With the environment, if there is one."""
+    """Conversations with the environment; None without one."""
     stop: Stop = field(default_factory=Stop)
 
     @property
@@ -72,11 +72,11 @@ class Progress:
     ahead: dict[str, Any] | None
     """Batch of the next step, if sampled ahead."""
     updates: int
-    """Of the student after `step`."""
+    """The student's updates after `step`."""
 
 
 def optimise(run: Run) -> None:
-    """Train `run.student` to its last step, from the newest checkpoint if there is one."""
+    """Train `run.student` to the last step, from the newest checkpoint if there is one."""
     settings, student, device = run.settings, run.student, run.student.device
     views = settings.log.view_every(settings.loop.steps)
     progress = Progress(*run.checkpoints.restore(student), student.updates)
@@ -180,7 +180,7 @@ def save(run: Run, progress: Progress) -> None:
 
 @contextmanager
 def saved_where_it_ends(run: Run, progress: Progress) -> Iterator[None]:
-    """Write a checkpoint if an error ends the run on every rank, between updates. NonFinite gets the step."""
+    """Write a checkpoint if an error ends the run on all ranks between updates. Add the step to NonFinite."""
     try:
         yield
     except NonFinite as error:

@@ -42,7 +42,7 @@ _SECRET_LENGTH = 8  # ours: a shorter value of an environment variable may be an
 REDACTED = "<redacted>"
 
 STARTUP_SECONDS = 600.0
-"""Ours: time limit of importing a reward."""
+"""Ours: time limit for importing a reward."""
 
 STEP_COLUMN = "training_step"
 """Column with the training step, from 0, that rewards receive during training."""
@@ -50,7 +50,7 @@ IDS_COLUMN = "completion_ids"  # with the token ids of each response, as TRL's
 REWARD_ARGUMENTS = ("prompts", "completions", IDS_COLUMN, STEP_COLUMN)
 """Reserved names: no data column or keyword argument of a reward may use them."""
 EVALUATION_VALUES = ("sum", "truncated")
-"""What no reward may be called: evaluations have values of these names."""
+"""Names that no reward may have, because evaluations have values with these names."""
 
 
 def is_url(model: str) -> bool:
@@ -80,7 +80,7 @@ def _of_environment() -> list[str]:
 
 
 def without_secrets(text: str, known: list[str] | None = None) -> str:
-    """Remove URL credentials, assigned and well-known forms of secrets, and `known` or the environment's."""
+    """Remove URL credentials, assigned secrets, well-known forms, and `known` (None: the environment's)."""
     for value in _of_environment() if known is None else known:
         text = text.replace(value, REDACTED)
     text, pieces, at = _USER.sub(r"\1", text), [], 0
@@ -96,7 +96,7 @@ def without_secrets(text: str, known: list[str] | None = None) -> str:
 
 
 def redacted(value: Any, name: str = "", known: list[str] | None = None) -> Any:
-    """Replace the values of secret names, and everything that `without_secrets` finds, for a file."""
+    """Return the value for a file: values of secret names, and what `without_secrets` finds, are replaced."""
     secret, known = _SECRET_NAME.fullmatch(name), _of_environment() if known is None else known
     if isinstance(value, dict):
         return {key: redacted(inner, name if secret else str(key), known) for key, inner in value.items()}

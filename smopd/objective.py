@@ -123,7 +123,7 @@ class Objective:
         return Signals(old_logp_N, target, ref_log_ratio_N)
 
     def advantages(self, batch: Batch, rewards_RK: Tensor, weights: list[float]) -> tuple[Tensor, Tensor]:
-        """Return advantages (R,), 0 if a response is not kept, and whether it is (R,); a collective call."""
+        """Return (R,) advantages, 0 if not kept, and (R,) bool, whether each is kept; a collective call."""
         unknown = (math.nan, math.nan)
         ranges = [each.range if isinstance(each.range, tuple) else unknown for each in self.settings.rewards]
         name = self.settings.advantage.estimator
@@ -188,10 +188,10 @@ class Objective:
 
 
 def require_like(name: str, found: Any, expected: Sequence[Tensor]) -> Any:
-    """Return what a user's function has returned; UserCodeError unless these are tensors as expected.
+    """Return `found`, which a user's function has returned; UserCodeError unless it is like `expected`.
 
-    Their shapes and devices must be equal and their dtypes of the same kind. NaN and infinity are refused;
-    -infinity stands for an empty slot of a target.
+    Shapes and devices must be equal, and dtypes of the same kind. NaN and infinity are refused; -infinity
+    stands for an empty slot of a target.
     """
 
     def shown(value: Any) -> str:

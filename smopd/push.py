@@ -36,7 +36,7 @@ def push(
 
     Args:
         run: Folder of the run, such as runs/quickstart/smopd.
-        repo: Repository of the model, such as USER/NAME. It is made if it does not exist.
+        repo: Repository of the model, such as USER/NAME. It is created if it does not exist.
         private: Make a new repository private.
         dry_run: Write the folder and upload nothing.
     """
@@ -54,7 +54,7 @@ def push(
 
 
 def stage(run: Path) -> Path:
-    """Return RUN/push, made anew. Its weights are hard links to the export's."""
+    """Create RUN/push anew and return it. Its weights are hard links to the export's."""
     run, recipe, folder = run.resolve(), run.resolve().parent, run.resolve() / "push"
     if not (run / "export" / "README.md").exists():
         raise ValueError(f"{run} has no export with a model card: finish it with `smopd train`")

@@ -19,17 +19,17 @@ from smopd.data.places import located
 from smopd.engine import process
 
 PARENT = "SMOPD_LAUNCHED_BY"
-"""Environment variable of the ranks that `launch` starts, with its process id."""
+"""Environment variable that `launch` gives its ranks: its own process id."""
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 END_SECONDS = 30.0
-"""Of the other ranks, once one has failed."""
+"""Time that the other ranks have to end once one has failed."""
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     if argv is None:  # no traceback until Stop handles it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if PARENT in os.environ:  # so that no rank keeps writing
+    if PARENT in os.environ:  # so that no rank keeps writing without it
         process.die_with_parent(int(os.environ[PARENT]))
     command = parse(arguments)
     if command.dry_run:
@@ -42,14 +42,14 @@ def main(argv: list[str] | None = None) -> int:
         from smopd.run.pipeline import try_recipe
 
         return try_recipe(command)
-    if command.settings.processes > 1 and "RANK" not in os.environ:  # then this process is no rank
+    if command.settings.processes > 1 and "RANK" not in os.environ:  # then this process is not a rank
         return launch(arguments, command.settings.processes)
     if argv is None:
-        gc.disable()  # imports make no garbage: a second less
+        gc.disable()  # imports make no garbage: this saves a second
     from smopd.run.pipeline import run_recipe
 
     if argv is None:
-        gc.freeze()  # collections take a third of a second less without the modules
+        gc.freeze()  # garbage collections take a third of a second less without the modules
         gc.enable()
     if PARENT in os.environ and "WORLD_SIZE" in os.environ:  # `launch` may have started fewer
         started = {"processes": int(os.environ["WORLD_SIZE"])}
@@ -58,13 +58,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def on_this_machine(model: Model) -> bool:
-    """Return whether the model is made here, in a folder, or in the cache of the hub."""
+    """Return whether the model comes from a factory, is in a folder, or is in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
         folder = model.factory is not None or located(str(model.path)).exists()
         return folder or isinstance(try_to_load_from_cache(str(model.path), "config.json"), str)
-    except (OSError, ValueError):  # an absent short name, no hub id
+    except (OSError, ValueError):  # an absent short name, or not a hub id
         return False
 
 
@@ -77,7 +77,7 @@ def launch(arguments: list[str], processes: int) -> int:
         import torch
 
         if 0 < (gpus := torch.cuda.device_count()) < processes:
-            print(f"processes: {gpus} for {gpus} GPU{'s' * (gpus > 1)}, not {processes}", flush=True)
+            print(f"starting {gpus} processes, one per GPU, instead of {processes}", flush=True)
             processes = gpus
     come: list[tuple[int, float]] = []
     ranks: list[subprocess.Popen[bytes]] = []
@@ -111,7 +111,7 @@ def launch(arguments: list[str], processes: int) -> int:
         for rank in range(processes):
             own = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             ranks.append(subprocess.Popen(words, env=own, start_new_session=True))
-        if come:  # meanwhile
+        if come:  # a signal came meanwhile
             for each in ranks:
                 each.terminate()
         failed, since = 0, 0.0

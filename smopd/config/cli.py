@@ -48,7 +48,7 @@ class Options(Selection):
     change: bool = False
     """Resume runs with other settings or inputs. Each change is recorded in the run folder."""
     dry_run: bool = False
-    """Print the plan, call every reward once if the model is on this machine, exit with 1 if one fails."""
+    """Print the plan. If the model is on this machine, call every reward once; exit with 1 if one fails."""
     show_settings: bool = False
     """With --dry-run: print all settings as YAML instead of calling the rewards."""
     list: bool = False
@@ -80,7 +80,7 @@ def parse(argv: list[str]) -> Command:
             chosen = f" with --only {' '.join(options.only)}" if options.only else ""
             nothing = f"{options.recipe} has no such run"
             raise Mistakes([f"{COMMAND_LINE}: --stage {options.stage}{chosen}: {nothing}"])
-    except (Mistakes, OSError, DamagedFile) as error:  # the last two: of the output directory
+    except (Mistakes, OSError, DamagedFile) as error:  # the last two come from the output directory
         if os.environ.get("LOCAL_RANK", "0") == "0":
             for text in getattr(error, "lines", [str(error)]):
                 print(f"error: {text}", file=sys.stderr)
@@ -94,7 +94,7 @@ O = TypeVar("O", bound=Selection)
 def read_options(
     options: type[O], argv: list[str], program: str, about: str | None = None
 ) -> tuple[O, dict[str, list[str]]]:
-    """Split a command line into own options, and settings as dotted path -> words; raises Mistakes."""
+    """Split a command line into `options` and settings (dotted path -> words); raises Mistakes."""
     own = [*(field.name.replace("_", "-") for field in fields(options)), "help"]
     ours: list[str] = []
     given: dict[str, list[str]] = {}
@@ -139,7 +139,7 @@ def read_settings(
     names = list(settings.runs)
     wrong += check(settings, origin)
     wrong += [
-        f"{COMMAND_LINE}: --only: {name!r} is no run{nearest(name, names)}; there are {names}"
+        f"{COMMAND_LINE}: --only: {name!r} is not a run{nearest(name, names)}; there are {names}"
         for name in only
         if name not in names
     ]

@@ -82,7 +82,7 @@ def schemas() -> dict[tuple[str, ...], Schema]:
 
 
 def kind(schema: Schema) -> str:
-    """Return the type of a setting as text: `integer >= 1`, `sum|ties|ram`, `[number, ...]|null`."""
+    """Return the type of a setting as text: `integer >= 1`, `local|vllm`, `[number, ...]|null`."""
     if "anyOf" in schema:
         return "|".join(kind(branch) for branch in schema["anyOf"])
     if "enum" in schema or "const" in schema:

@@ -48,7 +48,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes strings that YAML 1.1 or 1.2 would read as another type."""
+    """Dumper that quotes strings that YAML 1.1 or 1.2 would read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -65,7 +65,7 @@ for _name, _pattern in _RESOLVERS.items():
 
 
 def load(name: str) -> Recipe:
-    """Read a recipe merged over those that it extends, of which null removes a run; raises Mistakes."""
+    """Read a recipe, merged over those that it extends. A null removes an inherited run. Raises Mistakes."""
     return _load(_find(name, Path()), ())
 
 
@@ -138,7 +138,7 @@ def _read(path: Path) -> Recipe:
     if twice:
         raise Mistakes(twice)
     if not isinstance(values, dict):
-        raise Mistakes([f"{file}: got a {type(values).__name__}, expected settings, `name: value` a line"])
+        raise Mistakes([f"{file}: got a {type(values).__name__}, expected settings as `name: value` lines"])
     return Recipe(values, origin)
 
 
@@ -158,14 +158,14 @@ def _note(node: yaml.Node, keys: Keys, file: str, origin: dict[Keys, str], twice
             name, line = str(key.value), key.start_mark.line + 1
             inner = (*keys, name)
             if name in seen:
-                twice.append(f"{file}:{line}: {dotted(inner)} is given twice, first in line {seen[name]}")
+                twice.append(f"{file}:{line}: {dotted(inner)} is given twice, first on line {seen[name]}")
             seen.setdefault(name, line)
             origin[inner] = f"{file}:{line}"
             _note(value, inner, file, origin, twice)
 
 
 def dotted(keys: Keys) -> str:
-    """`("rewards", 0, "weight")` -> `rewards.0.weight`."""
+    """Return the keys as a path: `("rewards", 0, "weight")` -> `rewards.0.weight`."""
     return ".".join(str(key) for key in keys)
 
 

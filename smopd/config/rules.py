@@ -25,7 +25,7 @@ def check(settings: Settings, origin: dict[Keys, str]) -> list[str]:
     """Return one line per mistake in the recipe, or if there is none, in its runs."""
 
     def lines(own: Settings, found: Wrong, run: str = "") -> list[str]:
-        """Name the place of each mistake: the recipe, or the `set` of the run."""
+        """Return each mistake with its place: the recipe, or the `set` of the run."""
         given = own.runs[run].set if run else {}
         keys = [(tuple(path.split(".")), text) for path, text in found]
         return [line(("runs", run, "set", *k) if k[0] in given else k, text, origin) for k, text in keys]
@@ -64,13 +64,13 @@ def _recipe(settings: Settings) -> Wrong:
         if name == BASE or not _RUN_NAME.fullmatch(name):
             yield f"runs.{name}", f"expected a name of letters, digits, '_' and '-' other than {BASE!r}"
         if run.init not in earlier:
-            yield f"runs.{name}.init", f"{run.init!r} is no earlier run, expected one of {earlier}"
+            yield f"runs.{name}.init", f"{run.init!r} is not an earlier run, expected one of {earlier}"
         if run.reward_weights is not None and len(run.reward_weights) != len(rewards):
             got = f"got {len(run.reward_weights)} weights"
             yield f"runs.{name}.reward_weights", f"{got}, expected one for each of the rewards {rewards}"
         alike = len(rewards) > 1 and len({reward.weight for reward in settings.rewards}) == 1
         if run.stage == "specialize" and run.reward_weights is None and alike:
-            yield f"runs.{name}.reward_weights", "missing; a teacher weighs one reward more: [0.9, 0.1]"
+            yield f"runs.{name}.reward_weights", "missing; a teacher gives one reward more weight: [0.9, 0.1]"
         if shared := [key for key in SHARED if key in run.set]:
             yield f"runs.{name}.set", f"{', '.join(shared)} cannot differ between runs"
         earlier.append(name)
@@ -99,7 +99,7 @@ def _sampling(settings: Settings) -> Wrong:
     loop, loss, rollout = settings.loop, settings.loss, settings.rollout
     from_rollouts = loss.old_logps == "rollout"
     if from_rollouts and loss.importance_cap is not None:
-        yield "loss.importance_cap", "cannot be combined with loss.old_logps rollout, which corrects the same"
+        yield "loss.importance_cap", "cannot be combined with loss.old_logps rollout, the same correction"
     if loop.async_level and not from_rollouts and loss.importance_cap is None:
         yield "loop.async_level", "1 samples off-policy: needs loss.old_logps rollout or loss.importance_cap"
     if loop.async_level and rollout.colocated and rollout.vllm.tensor_parallel_size > 1:
@@ -122,7 +122,7 @@ def _teachers(settings: Settings) -> Wrong:
     rewards = [reward.name for reward in settings.rewards]
     for i, teacher in enumerate(teachers):
         if teacher.reward not in rewards:
-            yield f"teachers.models.{i}.reward", f"{teacher.reward!r} is no reward, expected one of {rewards}"
+            yield f"teachers.models.{i}.reward", f"no reward {teacher.reward!r}, expected one of {rewards}"
     if opd.gate.kind != "uniform":
         if opd.gate.floor * len(teachers) > 1:
             yield "opd.gate.floor", f"got {opd.gate.floor}, expected at most 1 / {len(teachers)} teachers"
@@ -145,7 +145,7 @@ def _merge(settings: Settings) -> Wrong:
             if merge.guard is None and len(choices) > 1:
                 yield f"merge.models.{i}.{name}", f"got {choices}, expected one value without a guard"
         if each.reward is not None and each.reward not in rewards:
-            yield f"merge.models.{i}.reward", f"{each.reward!r} is no reward, expected one of {rewards}"
+            yield f"merge.models.{i}.reward", f"no reward {each.reward!r}, expected one of {rewards}"
         if each.max_regression is not None and (each.reward is None or merge.guard is None):
             missing = "merge.guard" if merge.guard is None else f"merge.models.{i}.reward"
             yield f"merge.models.{i}.max_regression", f"needs {missing}"
@@ -169,7 +169,7 @@ def _run(own: Settings, name: str) -> Wrong:
         if model in names and model not in names[: names.index(name)]:
             yield path, f"{model!r} must come before the run {name!r}, which uses it"
         if model not in names and difflib.get_close_matches(model, names, 1, 0.8):
-            yield path, f"{model!r} is no run of this recipe{nearest(model, names)}"
+            yield path, f"{model!r} is not a run of this recipe{nearest(model, names)}"
 
 
 def _absent_files(settings: Settings) -> Wrong:

@@ -18,13 +18,13 @@ class Steps(NamedTuple):
 
     own: int
     total: int
-    """With those of all runs that it needs."""
+    """Own steps plus those of all runs that it needs."""
     wall_clock: int
-    """Steps one after the other, if teachers train in parallel."""
+    """Steps in sequence if the teachers train in parallel."""
 
 
 def count_steps(own: Mapping[str, int], needs: Mapping[str, set[str]]) -> dict[str, Steps]:
-    """Return the steps of each run. `needs` has the runs that it is made from; others are ignored."""
+    """Return the steps of each run. `needs`: the runs that each is made from, if they come before it."""
     needed: dict[str, set[str]] = {}
     found: dict[str, Steps] = {}
     for run, steps in own.items():

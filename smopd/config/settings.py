@@ -60,13 +60,13 @@ class Data(Section):
     evaluation: Source | None = None
     prompt_column: str = "prompt"
     chat_template_kwargs: dict[str, Any] = Field(default={})
-    """Further arguments of the chat template, such as {enable_thinking: false}; a row's own come first."""
+    """Further arguments of the chat template, such as {enable_thinking: false}; a row's own override them."""
     max_prompt_tokens: int = Field(default=2048, ge=1)
     """Maximum length of a prompt, chat template included."""
     overlong: Literal["drop", "truncate_left", "error"] = "drop"
-    """What to do with a training prompt over the maximum. Evaluation prompts are never dropped."""
+    """What to do with a prompt over the maximum. For evaluation prompts, drop means error."""
     max_evaluation_tokens: int | None = Field(default=None, ge=1)
-    """Maximum length of an evaluation prompt; null: max_prompt_tokens. Longer ones are an error, or cut."""
+    """Maximum length of an evaluation prompt, chat template included; null: max_prompt_tokens."""
 
 
 class Reward(Section):
@@ -74,7 +74,7 @@ class Reward(Section):
 
     name: str
     function: ImportPath
-    """`f(prompts, completions, **columns)` -> one float or None per completion, or a factory of it."""
+    """`f(prompts, completions, **columns)` -> one float or None per completion; or a factory of such an f."""
     weight: float = 1.0
     """Weight of this dimension in the advantages, unless the run has reward_weights."""
     range: tuple[float, float] | Literal["batch"] | None = None
@@ -82,8 +82,8 @@ class Reward(Section):
     kwargs: dict[str, Any] = Field(default={})
     """Extra keyword arguments of each call, or of the factory. They override columns of the same name."""
     completions: Literal["text", "messages"] | None = None
-    """How a completion to a chat is passed: its text, or TRL's [{role: assistant, content: TEXT}]. null is
-    `messages` if the function's first argument is `completions`."""
+    """How a completion to a chat is passed: its text, or TRL's [{role: assistant, content: TEXT}]. null means
+    `messages` if the function's first argument is `completions`, else `text`."""
 
 
 class Scoring(Section):
@@ -93,12 +93,12 @@ class Scoring(Section):
     """Time limit of one call of one reward. A worker over the limit is killed."""
     max_unscorable_share: float = Field(default=0.5, ge=0, le=1)
     """Stop the run when a reward fails on more than this share of the responses, counted over the last ten
-    steps or over one evaluation. Below 1, also when it fails on all of the first step, or before it on the
-    first prompt's ground truth and on an empty answer."""
+    steps or over one evaluation. If below 1, also stop when a reward fails on all responses of the first step
+    or, before that, on both the first prompt's ground truth and an empty answer."""
     memory_gib: float | None = Field(default=None, gt=0)
     """Address space limit of each reward process, GiB. Memory that libraries only reserve counts too."""
     special_tokens: bool = True
-    """Keep special tokens such as <think> in the text that rewards get, except the one that ends it."""
+    """Keep special tokens such as <think> in the text that rewards get, except one that ends a response."""
 
 
 class WarmStart(Section):
@@ -111,7 +111,7 @@ class WarmStart(Section):
     learning_rate: float = Field(default=1e-3, gt=0)
     warmup_steps: int = Field(default=10, ge=0)
     decay_share: float = Field(default=0.3, ge=0, le=1)
-    """Share of the steps, the last ones, over which the learning rate falls linearly to zero."""
+    """Share of the steps, at the end, over which the learning rate falls linearly to zero."""
 
 
 class Advantage(Section):
@@ -159,9 +159,9 @@ class Opd(Section):
     final_coef: float = Field(default=0.0, ge=0)
     """lambda after `decay_steps`, for the linear and cosine schedules."""
     decay_steps: int | None = Field(default=None, ge=1)
-    """null: the whole run."""
+    """Steps over which lambda changes; null: the whole run."""
     kappa: int = Field(default=16, ge=1, le=128)
-    """Top tokens of each teacher that the target is made from."""
+    """Number of top tokens of each teacher that the target is made from."""
     target: Literal["pooled", "merged"] | ImportPath = "pooled"
     """pooled: one entry per teacher and token, as in the paper; merged: equal tokens of several teachers are
     added up. Or a function with the signature of `MakesTarget` in smopd/objective.py."""
@@ -188,7 +188,7 @@ class Loop(Section):
     async_level: Literal[0, 1] = 0
     """1: sample the next batch during the current update, with the policy before the update."""
     timeout_seconds: float = Field(default=300.0, ge=1)
-    """A run ends when a rank has given no sign of life for this long: it is stopped, or its host is gone."""
+    """End the run when a rank gives no sign of life for so long: it is suspended, or its host is gone."""
 
 
 class EvaluationSettings(Section):
@@ -206,16 +206,16 @@ class Checkpoint(Section):
     every: int = Field(default=50, ge=0)
     """Steps between checkpoints; 0: write none."""
     keep: int = Field(default=2, ge=1)
-    """Newest checkpoints to keep."""
+    """Number of newest checkpoints to keep."""
 
 
 class Log(Section):
     """Records of a run."""
 
     samples_per_step: int = Field(default=2, ge=0)
-    """Responses of each step to write to samples.jsonl."""
+    """Number of responses of each step to write to samples.jsonl."""
     token_views: int = Field(default=4, ge=0)
-    """Times per run, evenly spaced, to write each teacher's top tokens beside the samples (tokens.jsonl)."""
+    """Number of times per run, evenly spaced, to write teachers' top tokens beside samples (tokens.jsonl)."""
     trackers: list[Literal["mlflow", "swanlab", "tensorboard", "trackio", "wandb"] | ImportPath] = Field(
         default=[]
     )
@@ -251,16 +251,16 @@ class RolloutSettings(Section):
     group_size: int = Field(default=8, ge=1, le=10**6)
     """G, rollouts per prompt."""
     resample: int = Field(default=0, ge=0)
-    """Dynamic sampling: maximum times that a prompt of a step is replaced by another one while all its
-    responses earn the same in every reward."""
+    """Dynamic sampling: replace a prompt of a step by another one while all its responses earn the same in
+    every reward, at most this many times."""
     temperature: float = Field(default=1.0, gt=0)
     max_new_tokens: int = Field(default=1024, ge=1, le=10**9)
     max_batch_tokens: int = Field(default=262_144, ge=1)
     """Local engine: maximum positions in the KV cache. Larger batches are sampled in several passes."""
     dtype: Dtype = "float32"
     environment: Literal["trl", "verifiers"] | ImportPath | None = None
-    """Answers each response, in conversations (docs/multi_turn.md). A class with the methods of `Environment`
-    in smopd/rewards/environments.py; or trl or verifiers, for classes written for these."""
+    """What answers each response in a conversation (docs/multi_turn.md): a class with the methods of
+    `Environment` in smopd/rewards/environments.py; or trl or verifiers, for classes written for these."""
     environment_kwargs: dict[str, Any] = Field(default={})
     """Keyword arguments of the class."""
     environment_seconds: float = Field(default=60.0, gt=0)
@@ -268,8 +268,8 @@ class RolloutSettings(Section):
     turns: int = Field(default=8, ge=1)
     """Maximum responses in a conversation. max_new_tokens limits each one."""
     conversation_tokens: int | None = Field(default=None, ge=1)
-    """Maximum tokens of a conversation after its first prompt; null: all turns, with answers as long as
-    responses. It ends when fewer than max_new_tokens are left."""
+    """Maximum tokens of a conversation after its first prompt; null: enough for all turns, with answers as
+    long as responses. A conversation ends when fewer than max_new_tokens are left."""
 
     @property
     def longest_response(self) -> int:
@@ -330,7 +330,7 @@ class MergedModel(Section):
     reward: str | None = None
     """Guard: the reward that this model was trained for."""
     max_regression: float | None = Field(default=None, ge=0)
-    """Guard: reject a merge that loses more than this share of the model's gain in its reward; null: none."""
+    """Guard: reject a merge that loses more than this share of this model's gain in `reward`; null: off."""
 
 
 class Guard(Section):
@@ -350,7 +350,7 @@ class Merge(Section):
     models: list[MergedModel] = Field(default=[])
     """weights: the models to merge; empty: every teacher, with the guard's default choices."""
     guard: Guard | None = Guard()
-    """weights: null starts from the merge without trying others."""
+    """weights: how to find the best merge to start from; null: start from the only one, untested."""
 
     def choices(self) -> int:
         return math.prod(len(each.keep) * len(each.exclude) for each in self.models)

@@ -1,1 +1,1 @@
-"""Data: where it lies, how it is fetched, and rows of prompts made of it."""
+"""Data: where it is, how it is fetched, and how rows of prompts are made from it."""

@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m smopd.data", description="The data sets.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     commands.add_parser("list", help="list them (the default)")
-    named = commands.add_parser("fetch", help="download them into the folder of data")
+    named = commands.add_parser("fetch", help="download them into the data folder")
     named.add_argument("names", nargs="+", metavar="NAME", help=", ".join(catalogue()))
     asked = parser.parse_args(argv)
     folder = data_folder()

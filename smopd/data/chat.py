@@ -111,7 +111,7 @@ def render(
 
 
 def template_options(defaults: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the chat template; those of a row come first, as in TRL."""
+    """Return the arguments of the chat template; those of a row override the others, as in TRL."""
     own = columns.get("chat_template_kwargs") or {}
     own = json.loads(own) if isinstance(own, str) else own
     if not isinstance(own, Mapping):
@@ -166,7 +166,7 @@ def _parts(message: Message) -> Sequence[Any]:
 
 
 def _forms(chat: Sequence[Message]) -> Iterator[Sequence[Message]]:
-    """Yield the chat as given, then with texts for parts, or parts for texts: a template may need these."""
+    """Yield the chat as given, then with texts for parts or parts for texts, which a template may need."""
     yield chat
     has_parts = any(_parts(message) for message in chat)
     other = []

@@ -17,7 +17,7 @@ from smopd.data.sources import load_rows
 from smopd.engine.files import write_atomically
 
 BASE_VARIABLE = "SMOPD_DATA_MIRROR"
-"""Replaces GITHUB as the base URL."""
+"""Environment variable with a base URL that replaces GITHUB."""
 GITHUB = "https://raw.githubusercontent.com"
 RETRIES = 2  # ours
 TIMEOUT_SECONDS = 60  # ours

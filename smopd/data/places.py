@@ -36,7 +36,7 @@ class File:
 
 @dataclass(frozen=True)
 class DataSet:
-    """A folder of files; `names` maps the short names of its files, without its own name, to the files."""
+    """A folder of files; `names` maps short names of files, without the data set's own, to the files."""
 
     name: str
     about: str

@@ -32,13 +32,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Overlong: TypeAlias = Literal["drop", "truncate_left", "error"]
 
-CHARS_PER_TOKEN = 64  # ours: a longer text is over the limit without being tokenized
+CHARS_PER_TOKEN = 64  # ours: a text longer than the limit times this is too long; it is not tokenized
 ASCII = "".join(map(chr, range(128)))
 CHUNK_ROWS = 1024  # ours: rows tokenized at once
-WORKER_ROWS = 50_000  # ours: fewer are read in the time that a process takes
-MAX_WORKERS = 16  # ours: this process then hashes as fast as they read
+WORKER_ROWS = 50_000  # ours: fewer are read in the time that a process takes to start
+MAX_WORKERS = 16  # ours: this process hashes as fast as this many read
 _forked: list[Callable[[range], Checked]] = []
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object in memory, different in each process
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # an object's address, which differs between processes
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ DemonstrationSet: TypeAlias = RowSet[Demonstration]
 
 
 class Checked(NamedTuple):
-    """Rows that were checked: those kept, how many were mapped out, dropped and truncated, what is hashed."""
+    """Result of a check: rows kept; how many were mapped out, dropped and truncated; names; what to hash."""
 
     kept: array[int]
     counts: tuple[int, int, int]
@@ -157,12 +157,12 @@ class Encoder:
             raise ValueError(f"{self.source}: row {index}: {error}") from error
 
     def counts(self, texts: Sequence[str]) -> list[int]:
-        """Return the tokens of each text; an estimate if it is certainly within or over the limit."""
+        """Return the number of tokens of each text, estimated if it is certainly within or over the limit."""
         limit = self.max_prompt_tokens
         if limit is None:
             return [0] * len(texts)
         found = [len(text) // CHARS_PER_TOKEN for text in texts]
-        per_char = 1 if len(self.tokens([ASCII])[0]) <= len(ASCII) else 2  # 2: capitals may be marked
+        per_char = 1 if len(self.tokens([ASCII])[0]) <= len(ASCII) else 2  # 2: capitals may take two
         open_ones = [
             i
             for i, text in enumerate(texts)
@@ -174,7 +174,7 @@ class Encoder:
         return found
 
     def tokens(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenize prompts; a chat template writes the special tokens itself."""
+        """Return the ids of each prompt. Special tokens are added unless a chat template writes its own."""
         return self.tokenizer(list(texts), add_special_tokens=not self.tokenizer.chat_template)["input_ids"]
 
     def prompt(self, index: int, row: Row) -> Prompt:
@@ -212,7 +212,7 @@ def load_prompts(
         max_prompt_tokens: maximum length with the chat template; None is no limit.
         overlong: "drop", "truncate_left" to the last max_prompt_tokens, or "error".
         chat_template_kwargs: further arguments of the chat template, such as {"enable_thinking": False}.
-        completion_column: of demonstrations, which no reward scores; it must be a text.
+        completion_column: for demonstrations: the column with the response as text. No reward scores these.
         share: calls the function that checks the rows of files, such as `on_rank0` for all ranks of a host.
     Raises:
         FileNotFoundError: there is no such source.
@@ -259,7 +259,7 @@ def _check_all(encoder: Encoder, rows: Sequence[Row | None]) -> Checked:
 
 
 def _in_chunks(check: Callable[[range], Checked], rows: int) -> Iterator[Checked]:
-    """Yield the result of each CHUNK_ROWS rows in order; many rows are shared by forked processes."""
+    """Yield the result of each CHUNK_ROWS rows in order; forked processes share many rows."""
     parts = [range(begin, min(begin + CHUNK_ROWS, rows)) for begin in range(0, rows, CHUNK_ROWS)]
     workers = min(os.cpu_count() or 1, rows // WORKER_ROWS, MAX_WORKERS)
     if workers < 2:
@@ -334,7 +334,7 @@ def row_content(row: Row, column: str) -> Content:
 
 
 def _chat_in_json(text: str) -> str | list[Any]:
-    """Return the chat messages that the text is the JSON of, or the text."""
+    """Return the chat messages if the text is their JSON, else the text."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

@@ -206,7 +206,7 @@ def _read_json(path: Path) -> list[Row] | None:
 
 
 def _read_arrow(path: Path, paths: Sequence[Path], split: str = "train", **options: Any) -> ArrowRows:
-    """Return the rows of files of one kind, or of a folder: of datasets.save_to_disk, or of data files."""
+    """Return the rows of files of one kind, or of a folder of datasets.save_to_disk or of data files."""
     from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset, load_from_disk
 
     names, kind = [str(each) for each in paths], paths[0].suffix[1:] if paths else ""
@@ -230,7 +230,7 @@ def _read_hub(source: str, options: dict[str, Any]) -> ArrowRows:
 
     try:
         if not hub_responds() and not Path(config.HF_DATASETS_CACHE, source.replace("/", "___")).exists():
-            raise ConnectionError("the hub cannot be reached, and its cache has none")
+            raise ConnectionError("the hub cannot be reached, and its cache has no copy")
         return ArrowRows(load_dataset(source, **options))
     except (DatasetNotFoundError, ConnectionError) as error:
         raise FileNotFoundError(

@@ -30,7 +30,7 @@ class Response(NamedTuple):
 
 
 def spread(groups: Sequence[str], limit: int) -> list[int]:
-    """Return ascending indices of `limit` items, or of all; ValueError if it is below the number of groups.
+    """Return ascending indices of `limit` items, or of all; ValueError if there are more groups than that.
 
     Each group gets at least one item and otherwise its share (Sainte-Lague), evenly spaced inside the group.
     """

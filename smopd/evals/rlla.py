@@ -1,7 +1,7 @@
 """RLLA (ToolRL): the 80 test items, the training items of the SFT file, and the scores of responses.
 
-The `output` of an SFT row is long reasoning and an answer. Its truth is the answer after a test item's short
-think block.
+The `output` of an SFT row is long reasoning and an answer. The truth of such a row is the answer, preceded by
+the short think block of the test items.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -91,7 +91,7 @@ def load_rlla_items(path: str | Path, *, exclude: Iterable[Item] = ()) -> list[I
 
 
 def training_rows(path: str, exclude: str | None = None) -> list[dict[str, Any]]:
-    """Return rows with `prompt` and `ground_truth` of a file, without the chats in the file `exclude`."""
+    """Return a file's rows with `prompt` and `ground_truth`, without the chats in the file `exclude`."""
     items = load_rlla_items(path, exclude=() if exclude is None else load_rlla_items(exclude))
     return [{"prompt": list(item.messages), "ground_truth": item.truth} for item in items]
 

@@ -157,7 +157,7 @@ class Evaluation:
         if self.output.exists() and not self.output.is_dir():
             raise ValueError(f"--output {self.output}: expected a folder, got a file")
         if self.model and self.engine == "vllm" and importlib.util.find_spec("vllm") is None:
-            raise ValueError("--engine vllm: vllm is not installed (see docs/engines.md); local needs none")
+            raise ValueError("--engine vllm: vllm is not installed (see docs/engines.md); or use local")
 
 
 def require_at_least(options: Any, prefix: str = "--", **least: int) -> None:

@@ -1,4 +1,4 @@
-"""Shared by the integrations: checks of the host, the teachers and their weights."""
+"""Code that the integrations share: checks of the host, the teachers and their weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def require_host(package: str, first: str, before: str) -> str:
     except PackageNotFoundError:
         raise ImportError(f"smopd needs {package}, which is not installed: pip install '{known}'") from None
     if not Version(first) <= Version(installed) < Version(f"{before}.dev0"):
-        text = f"{package} {installed} is installed. pip install '{known}', or another smopd"
+        text = f"{package} {installed} is installed. pip install '{known}', or another version of smopd"
         raise ImportError(f"smopd.integrations supports {known}; {text}")
     return installed
 
@@ -29,7 +29,7 @@ def require_host(package: str, first: str, before: str) -> str:
 def require_same_tokens(
     own: Mapping[str, int], other: Mapping[str, int], teacher: str, *, more: bool = False
 ) -> None:
-    """Raise ValueError if a token has another id for the teacher; `more`: unless above all ids."""
+    """Raise ValueError if a token's ids differ. `more`: the teacher may have further, higher ids."""
     first = 1 + max(own.values()) if more else math.inf
     compared = own.keys() | {token for token, i in other.items() if i < first}
     differing = sorted(token for token in compared if other.get(token) != own.get(token))

@@ -19,7 +19,7 @@ NOT_TOOLS = ("reset", "get_reward")
 class TrlTools:
     """The public methods of a class as tools, with an instance for each conversation.
 
-    A response without a call ends the conversation. What a tool raises is its answer, as in TRL.
+    A response without a call ends the conversation. An exception in a tool becomes its answer, as in TRL.
 
     Args:
         factory: import path of the class.

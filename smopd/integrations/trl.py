@@ -46,7 +46,7 @@ def option(default: Any, text: str) -> Any:
 
 @dataclass
 class MixtureConfig:
-    kappa: int = option(16, "Entries of each teacher and of their mixture.")
+    kappa: int = option(16, "Number of entries of each teacher and of their mixture.")
     merge: bool = option(True, "Merge equal ids of the teachers (Eq. 5); false pools them (Eq. 6).")
     tail: bool = option(True, "Add a bucket for all tokens outside the support: a true KL.")
     teacher_weights: list[float] | None = option(  # noqa: RUF009  a field
@@ -69,7 +69,7 @@ def require_config(args: Any, kind: type[Any]) -> None:
 def require_readable(model: Any, name: str) -> None:
     """Raise ValueError unless the decoder's output and the head's weight determine the logits.
 
-    Refused are models on several devices, with adapters of prompts or of the head, and with capped logits.
+    It refuses models on several devices, with adapters of prompts or of the head, and with capped logits.
     """
     if len(devices := sorted({str(at) for at in (getattr(model, "hf_device_map", None) or {}).values()})) > 1:
         expected = "one device: load it with device_map=None, and use several GPUs by accelerate launch"
@@ -222,7 +222,7 @@ class SeveralTeachers:
     def fused(
         self: Any, student: Any, completions: Completions, tokens: LossTokens, **settings: Any
     ) -> tuple[Tensor, LossStats]:
-        """Compute linear_smopd_loss; call it inside the wrapper's forward, which gathers the weights."""
+        """Return linear_smopd_loss. Call this inside the wrapper's forward, which gathers the weights."""
         args, fp32_head = self.args, getattr(self.args, "cast_lm_head_to_fp32", False)
         with self._at_head(student, completions, fp32_head) as (hidden_ND, weight_VD, bias_V, scale):
             for name in ("temperature", "kl_temperature"):
@@ -232,7 +232,7 @@ class SeveralTeachers:
             return ops.linear_smopd_loss(hidden_ND, weight_VD, tokens, objective, **options)
 
     def log_means(self: Any, stats: LossStats, **columns: Tensor) -> None:
-        """Log means over all ranks' tokens of the mixture's columns and these; call after forward."""
+        """Log means of `columns` and the mixture's statistics over all ranks' tokens; call after forward."""
         columns |= {"opd/kl": stats.kl_N, "opd/teacher_mass": stats.teacher_mass_N}
         columns["opd/student_mass"] = stats.student_mass_N
         sums = torch.stack([torch.ones_like(stats.kl_N).sum(), *(x.float().sum() for x in columns.values())])
@@ -248,7 +248,7 @@ class SeveralTeachers:
 class SMOPDDistillationConfig(MixtureConfig, DistillationConfig):
     """Settings of TRL and of the mixture. `temperature` applies to student and teachers, as in TRL."""
 
-    beta: float = option(0.0, "0, the forward KL: no other divergence is computed.")
+    beta: float = option(0.0, "Must be 0, the forward KL; no other divergence is computed.")
 
 
 class SMOPDDistillationTrainer(SeveralTeachers, DistillationTrainer):
@@ -330,9 +330,9 @@ class SMOPDGRPOConfig(MixtureConfig, GRPOConfig):
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]
 
     opd_coef: float = option(1.0, "lambda of Eq. 9.")
-    kl_temperature: float = option(1.0, "Of both sides of the KL.")
+    kl_temperature: float = option(1.0, "Temperature of both sides of the KL.")
     advantage_estimator: str = option("trl", "trl: TRL's own; gdpo and gd2po use reward_weights.")
-    whiten: str | None = option("default", "Over responses (gdpo's default), tokens (gd2po's) or None.")
+    whiten: str | None = option("default", "responses (gdpo's default), tokens (gd2po's default) or None.")
 
 
 class SMOPDGRPOTrainer(SeveralTeachers, GRPOTrainer):

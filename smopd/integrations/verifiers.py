@@ -1,6 +1,6 @@
 """Environments of verifiers 0.1, for `rollout.environment: verifiers`, and their rows.
 
-An environment's own rollout runs as it is: the policy is its client, which hands the prompt over and waits.
+An environment's own rollout runs unchanged: its client hands the prompt to the policy and waits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Policy(Client):
         self.prompts: asyncio.Queue[Sequence[Any]] = asyncio.Queue()
         self.responses: asyncio.Queue[str] = asyncio.Queue()
         self.read = 0
-        """Messages that the policy knows, its own included."""
+        """Number of messages that the policy knows, including its own."""
         self.rollout: asyncio.Task[Any] | None = None
 
     async def get_response(self, prompt: Sequence[Any], *_: Any, **__: Any) -> Response:
@@ -54,7 +54,7 @@ class Policy(Client):
         return list(prompt[known:])
 
 
-Policy.__abstractmethods__ = frozenset()  # environments call get_response alone
+Policy.__abstractmethods__ = frozenset()  # environments call only get_response
 
 
 class Verifiers:
@@ -89,7 +89,7 @@ def rows(name: str, evaluation: bool = False, **arguments: Any) -> Any:
 
 
 def _call(number: str, text: str) -> ToolCall:
-    """Return a call; one that is no JSON keeps its text, which the environment refuses."""
+    """Return a call. If it is not JSON, its arguments are its text, which the environment refuses."""
     try:
         found = json.loads(text)
         return ToolCall(id=number, name=str(found["name"]), arguments=json.dumps(found["arguments"]))

@@ -157,7 +157,7 @@ def student_mass(
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
     """Call verl's function, but not in place on logits that the backward of our loss reads later.
 
-    flash-attn's in-place backward would overwrite them without notice by autograd.
+    flash-attn's in-place backward would overwrite them, and autograd would not notice.
     """
     kept = _read_later is not None and _read_later == StorageWeakRef(logits.untyped_storage())
     return ORIGINALS["logprobs_from_logits"](logits, labels, inplace_backward=inplace_backward and not kept)

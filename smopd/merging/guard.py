@@ -1,8 +1,8 @@
 """The guard: picks the weight merge that a run starts from, by its rewards on training prompts.
 
-A merge is rejected if it loses more than `max_regression` of the gain that a model has over the base in its
+A merge is rejected if it loses more than `max_regression` of what a model gained over the base in its own
 reward. Trimmed sums are tried only if all untrimmed ones are rejected: trimming recovers a lost reward but
-hurts later training (docs/merging.md). Of the accepted merges, the largest weighted sum of rewards wins.
+hurts later training (docs/merging.md). The accepted merge with the largest weighted sum of rewards wins.
 """
 
 import json
@@ -66,7 +66,7 @@ class Judged:
 
 
 def given(merge: Merge) -> list[Candidate]:
-    """Return all combinations of the models' `keep` and `exclude`; one without a guard."""
+    """Return all combinations of the models' `keep` and `exclude`; without a guard there is only one."""
     pairs = [product(each.keep, each.exclude) for each in merge.models]
     choices = [[Part(keep=keep, exclude=exclude) for keep, exclude in each] for each in pairs]
     return [Candidate(_name(merge, parts), parts) for parts in product(*choices)]
@@ -81,7 +81,7 @@ def alone(merge: Merge) -> list[Candidate]:
 
 
 def levels(merge: Merge) -> list[list[Candidate]]:
-    """Return the sums in levels, from untrimmed to most trimmed, with the plain sum, without duplicates."""
+    """Return the sums and the plain sum, without duplicates, grouped from untrimmed to most trimmed."""
     seen = {each.parts for each in alone(merge)}
     found: dict[tuple[float, ...], list[Candidate]] = {}
     for each in [Candidate("plain sum", (WHOLE,) * len(merge.models)), *given(merge)]:
@@ -103,7 +103,7 @@ def _name(merge: Merge, parts: Sequence[Part]) -> str:
 def judged(
     rows: Sequence[tuple[Candidate, Rewards]], models: Sequence[MergedModel], weights: Rewards
 ) -> list[Judged]:
-    """Return the guard's verdicts on the rewards of `alone`, then of sums.
+    """Return the guard's verdicts on `rows`, which are first those of `alone`, then sums.
 
     A sum is accepted if it loses at most max_regression of each model's gain and scores at least as high as
     every accepted baseline. weights: the run's weight of each reward.
@@ -145,7 +145,7 @@ def nearest(rows: Sequence[Judged]) -> Judged:
 
 @dataclass(frozen=True)
 class Starter:
-    """Writes a run's initial weights. make_engine: samples from a model of the base's architecture."""
+    """Writer of a run's initial weights. make_engine: returns a sampler for the base's architecture."""
 
     settings: Settings
     merge: Merge

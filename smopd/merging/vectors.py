@@ -50,7 +50,7 @@ class Part:
     """A pattern (re.search). Matching tensors keep the base's values. Empty matches none."""
 
     def takes(self, name: str) -> bool:
-        """Whether the merge uses the model's change of the tensor `name`."""
+        """Return whether the merge uses the model's change of the tensor `name`."""
         return self.scale != 0 and not (self.exclude and re.search(self.exclude, name))
 
 
@@ -76,7 +76,7 @@ class TaskVectors:
     def merged(self, chosen: Sequence[Part]) -> Iterator[tuple[str, Tensor]]:
         """Yield the merged tensors with the base's names and dtypes, on the device.
 
-        A single whole model is reproduced bit for bit. Integer tensors are the base's.
+        A merge of one whole model reproduces it bit for bit. Integer tensors are the base's.
         """
         every = list(zip(self.models, chosen, strict=True))
         scaled = [(model, part) for model, part in every if part.scale]
@@ -148,7 +148,7 @@ class ModelFiles:
                 raise FileNotFoundError(f"{path}: has no safetensors files, expected a saved model")
             for file in sorted(set(self.file_of.values())):
                 with safe_open(file, "pt") as opened:
-                    for name in opened.keys():  # noqa: SIM118  no mapping
+                    for name in opened.keys():  # noqa: SIM118  not a mapping
                         self.shapes[name] = tuple(opened.get_slice(name).get_shape())
 
     def read(self, name: str) -> Tensor:
@@ -176,11 +176,11 @@ class ModelFiles:
                 text = f"{entry} is {ours[entry]!r}, {theirs[entry]!r} in that of the base {base.path}"
                 raise ValueError(f"{self.path}: in its config, {text}")
         matrices = [name for name, shape in base.shapes.items() if len(shape) > 1]
-        for name in matrices[len(matrices) // 2 :][:1]:  # of models trained apart, any shows it
+        for name in matrices[len(matrices) // 2 :][:1]:  # any shows if models were trained apart
             stored = base.read(name)
             changed = self.read(name).float() - stored.float()
             if stored.is_floating_point() and stored.float().norm() < changed.norm():
-                text = "%s: %s differs from that of %s by more than its size; is this the model's base?"
+                text = "%s: %s differs from that of %s by more than its norm; is this the model's base?"
                 log.warning(text, self.path, name, base.path)
 
     def config(self) -> dict[str, Any]:

@@ -10,13 +10,13 @@ from typing import Any
 Values = Mapping[str, Any]
 LEAST_ENTROPY = 0.02  # nats
 MOST_MISMATCH = 0.1
-"""Ours, nats: a larger mean difference of the trainer and the rollout engine is reported."""
+"""Ours, nats: a larger mean difference between trainer and rollout engine is reported."""
 RARE_SHARE = 0.05
-"""Ours: a reward that differs in a smaller share of the groups is rare."""
+"""Ours: a reward that varies within a smaller share of the groups is rare."""
 ADVICE = {
     "no variance": "all responses of each group earn the same rewards, so there is nothing to learn: use a "
     "larger rollout.group_size (above 1), other prompts, or a warm start",
-    "rare": "a reward differs in fewer than 5% of the groups and its mean does not rise: if few responses "
+    "rare": "a reward varies within fewer than 5% of the groups and its mean does not rise: if few responses "
     "earn it, advantage.estimator batch_balanced, more rollouts or a warm start helps",
     "no gradient": "the gradient is 0: no term of the loss has a weight or a signal",
     "skipped": "an update with a non-finite gradient was skipped",
@@ -32,7 +32,7 @@ ADVICE = {
     "far": "the KL to the teachers' target has grown to more than five times its first value: lower "
     "student.learning_rate, or raise opd.coef",
     "negative": "kl is negative because it is not a full divergence: the pooled target counts a token once "
-    "per teacher and leaves out tokens outside the top kappa; opd.target merged with opd.tail true is one",
+    "per teacher and leaves out tokens outside the top kappa; opd.target merged with opd.tail true is full",
 }
 STEPS = {"rare": 10, "no gradient": 3, "mismatch": 1, "skipped": 1, "unscorable": 1, "negative": 1}
 """Steps in a row until an alarm is reported; 5 for all others."""

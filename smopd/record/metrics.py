@@ -1,4 +1,4 @@
-"""What a step measures: means, deviations, sums and times, reduced once over all ranks, and a trace."""
+"""Measurements of a step: means, deviations, sums and times, reduced once over all ranks; and a trace."""
 
 import math
 import time
@@ -53,7 +53,7 @@ class Metrics:
         self._longest[f"seconds/{name}"] = self._longest.get(f"seconds/{name}", 0.0) + seconds
 
     def reduce(self) -> dict[str, float]:
-        """Return all values over all ranks, for times and memory the maximum; a collective call."""
+        """Return all values, reduced over all ranks: times and memory by the maximum; a collective call."""
         if self._device.type == "cuda":
             self._longest["memory/peak_gib"] = torch.cuda.max_memory_allocated(self._device) / GIB
         moments = _reduced(self._moments, "sum")

@@ -35,7 +35,7 @@ FIELDS = {
 
 
 class _Output:
-    """Standard output that a run outlives: when it is closed or full, the rest is discarded."""
+    """Standard output whose loss a run survives: when it is closed or full, the rest is discarded."""
 
     def write(self, text: str) -> int:
         return self._tried(sys.stdout.write, text)
@@ -129,7 +129,7 @@ class Progress:
 
 
 def _rank(field: tuple[str, str]) -> int:
-    """Sort rewards first, then greedy evaluations, then the rest, which a narrow terminal cuts."""
+    """Return the sort key: rewards first, then greedy evaluations, then what a narrow terminal cuts."""
     last = field[0] in dict(FIELDS.values())
     return 1 if field[0].startswith("greedy ") else 2 if last else 0
 

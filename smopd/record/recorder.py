@@ -168,7 +168,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._use_tracker(kind, lambda tracker: tracker.log(step, finite))
 
     def _use_tracker(self, kind: str, action: Callable[[Tracker], object]) -> None:
-        """Call a tracker unless it has failed before. A failure, as of the network, does not end the run."""
+        """Call a tracker unless it has failed before. A failure, such as of a network, does not end a run."""
         try:
             if kind in self._trackers:
                 action(self._trackers[kind])

@@ -17,7 +17,7 @@ from smopd.ops import TopK
 from smopd.record.files import JsonlLog
 
 SHOWN = 5
-"""Top tokens shown of each model."""
+"""Number of top tokens shown for each model."""
 CUT = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer decodes an incomplete character to."""
 Tops = TypeVar("Tops", TopK, TeacherTopK)
@@ -28,7 +28,7 @@ Record = dict[str, Any]
 def token_records(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, student: TopK) -> list[Record]:
     """Return a record per response token, with the student's probability of it and its top tokens.
 
-    `student` is about the tokens that the policy sampled: all, or those in the rollout's `loss_mask`.
+    `student` covers the tokens that the policy sampled: all, or those in the rollout's `loss_mask`.
     """
     records: list[Record] = [{"text": text} for text in texts(tokenizer, rollout.response_ids.tolist())]
     assert student.token_logp_N is not None
@@ -39,9 +39,9 @@ def token_records(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, student:
 
 
 def texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """Return the text that each token adds to the response; a character's last token has all of it.
+    """Return the text that each token adds to the response; the last token of a character has all of it.
 
-    Decoded after the token before it, because some tokenizers drop the first token's space.
+    Each token is decoded after the one before it, because some tokenizers drop the first token's space.
     """
     found, context, begin = [], 0, 0
     for end in range(1, len(ids) + 1):
@@ -73,7 +73,7 @@ def add_merged(
     models: Sequence[str],
     score: Callable[[str, list[Rollout]], TeacherTopK],
 ) -> None:
-    """Add the merged models to lines of tokens.jsonl without teachers: a weight merge trains without them.
+    """Add the merged models to lines of tokens.jsonl that lack teachers: a weight merge trains without any.
 
     `score` returns the scores of one model.
     """

@@ -10,7 +10,7 @@ SWANLAB_ID = 21
 
 
 class Tracker(Protocol):
-    """Receives the metrics of a run, on rank 0."""
+    """Receiver of the metrics of a run, on rank 0."""
 
     def log(self, step: int, values: Mapping[str, float], /) -> object:
         """Log the finite metrics of `step`, counted from 1."""

@@ -9,10 +9,10 @@ from typing import Any
 from smopd.report.tables import heading
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 460, 250, 52, 12, 10, 40
-_POINTS = 200  # at most about, per line
-_DOTS = 12  # a line of at most so many points shows each
+_POINTS = 200  # approximate limit per line
+_DOTS = 12  # a line of at most this many points shows each
 _SMOOTHED = 20  # a curve of the overview averages 1/20 of its steps
-_PLANES = 3  # at most, of two rewards each
+_PLANES = 3  # limit of the charts of one reward against another
 
 Lines = Sequence[Mapping[str, Any]]
 """Lines of a .jsonl file of a run."""
@@ -54,7 +54,7 @@ _SECTIONS = {
 def overview(
     metrics: Mapping[str, Lines], rewards: Sequence[str], begins: Mapping[str, int], time: str
 ) -> Iterator[dict[str, Any]]:
-    """Yield the planes of two rewards, and the sum of rewards over time.
+    """Yield the charts of one reward against another, and that of the sum of rewards over time.
 
     `begins` has the wall-clock step at which each run starts, after the runs that it needs; `time` is the
     title of that axis.

@@ -16,7 +16,7 @@ from smopd.report.charts import Lines, overview, sections
 from smopd.report.tables import PALETTE, Row, assign, cell, heading
 
 SAMPLED_STEPS = 12  # ours: evenly spaced steps of a run whose samples are shown
-FAINTEST = 0.05  # ours: below, a token has no color
+FAINTEST = 0.05  # ours: a token with less strength has no color
 DECIMALS = 12  # ours: smaller values are rounding errors, such as an advantage of 3e-18
 UNLIKELY = 0.1  # ours: probability below which a token is marked
 Labels = Mapping[str, str]
@@ -48,7 +48,7 @@ class Report:
     merges: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """merge.json by run."""
     teachers: Sequence[str] = ()
-    """Models that teach, in the recipe's order."""
+    """The teachers' models, in the recipe's order."""
 
 
 def write_report(path: str | os.PathLike[str], report: Report) -> None:
@@ -96,7 +96,7 @@ def _best(report: Report) -> dict[str, set[str]]:
 
 
 def _starts(merges: Mapping[str, Mapping[str, Any]], labels: Labels) -> Iterator[dict[str, Any]]:
-    """Return a table of the candidates of each guarded start, with the reason for each rejection."""
+    """Yield a table of the candidates of each guarded start, with the reason for each rejection."""
     for run, found in merges.items():
         if "chosen" not in found:  # the guard was interrupted
             continue

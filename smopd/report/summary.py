@@ -21,7 +21,7 @@ from smopd.report.page import Report, write_report
 from smopd.report.tables import Row, cell, heading, table
 
 log = logging.getLogger(__name__)
-WIDTH = 132  # of the table, if the output is no terminal
+WIDTH = 132  # of the table, if the output is not a terminal
 CARD = "README.md"
 COSTS = ("steps", "total steps", "training time")
 
@@ -91,7 +91,7 @@ def held_out(settings: Settings, folder: Path, rows: Sequence[Row]) -> str:
     lines = files[0].read_bytes().splitlines() if files else []
     try:
         prompts = len({json.loads(line)["prompt"] for line in lines})
-    except (ValueError, KeyError):  # a line that was cut
+    except (ValueError, KeyError):  # a truncated line
         prompts = 0
     if prompts == 0:
         return "held-out prompts"
@@ -157,7 +157,7 @@ def table_columns(settings: Settings) -> list[str]:
 
 
 def write_card(settings: Settings, folder: Path, name: str, export: Path, step: int | None = None) -> None:
-    """Write the card of the run `name` in `folder` to its exported model. `step`: of a checkpoint."""
+    """Write the card of the run `name` in `folder` to its exported model. `step`: its checkpoint's."""
     own = settings.resolved(name)
     path = settings.model.path
     pages = Environment(loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True)

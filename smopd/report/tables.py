@@ -25,7 +25,7 @@ PREFERRED = {
     "published": ("red",),
     "train": ("gray", "purple", "brown"),
 }
-"""Colors of each stage, and for merges of each method."""
+"""Colors of each stage or, for merges, of each method."""
 
 
 class Row(NamedTuple):
@@ -48,7 +48,7 @@ def table(rows: Sequence[Row], columns: Sequence[str]) -> Table:
 
 
 def heading(column: str) -> str:
-    """`greedy/format_pass` -> `Greedy format pass`."""
+    """Return the heading of a column: `greedy/format_pass` -> `Greedy format pass`."""
     text = column.replace("/", " ").replace("_", " ")
     return text[:1].upper() + text[1:]
 

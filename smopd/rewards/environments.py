@@ -28,7 +28,7 @@ MOST_ERROR_CHARS = 2000  # ours, of a traceback's end
 
 
 class Environment(Protocol):
-    """What `rollout.environment` names: a class, made once in each rank's process with `environment_kwargs`.
+    """The class that `rollout.environment` names, instantiated once per rank with `environment_kwargs`.
 
     Both methods may be `async def`. Conversations are answered in parallel, in threads unless a method is
     async, so what they share needs a lock.

@@ -28,13 +28,13 @@ CompletionForm: TypeAlias = Literal["text", "messages"]
 SINGLE = ("solution_str", "completion")
 RESPONSES = ("completions", IDS_COLUMN, *SINGLE)
 FACTORY = (
-    f"it is a factory, which must be no `async def` and take no **kwargs and none of {', '.join(RESPONSES)}; "
-    "or call it in a module, `reward = ...`, and name this `reward`"
+    f"a factory must not be `async def`, nor take **kwargs or any of {', '.join(RESPONSES)}; "
+    "or call it in a module, `reward = ...`, and name that `reward`"
 )
 
 
 class BadSignature(ValueError):
-    """A function that no call can score with: its arguments are no columns, or it returns a function."""
+    """A function that can never score: an argument is not a column, or it returns a function."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class RewardFunction:
     def load(
         cls, path: str, kwargs: Mapping[str, Any], completions: CompletionForm | None = None
     ) -> RewardFunction:
-        """Import a function; raise ValueError or BadSignature if there is none that can be called."""
+        """Import a function; raise ValueError or BadSignature if it does not exist or cannot be called."""
         try:
             function = import_function(path)
         except ValueError as error:
-            if str(error).startswith(repr(path)):  # no error of the module itself
+            if str(error).startswith(repr(path)):  # not an error of the module itself
                 raise BadSignature(str(error)) from None
             raise
         signature = _signature(path, function)
@@ -69,13 +69,13 @@ class RewardFunction:
             try:
                 signature.bind(**kwargs)
             except TypeError as error:
-                raise BadSignature(f"{text} is no factory of what does: {error}") from None
+                raise BadSignature(f"{text} is not a factory of a function that does: {error}") from None
             if inspect.iscoroutinefunction(function):
-                raise BadSignature(f"{text} is no reward: {FACTORY}")
+                raise BadSignature(f"{text} is not a reward: {FACTORY}")
             function, kwargs = function(**kwargs), {}
             if not callable(function) or isinstance(function, type):
                 kind = f"the class {function.__name__}" if callable(function) else type(function).__name__
-                raise BadSignature(f"{text} is no factory of what does: it returned {kind}")
+                raise BadSignature(f"{text} is not a factory of a function that does: it returned {kind}")
             signature = _signature(f"{text} the function that it returned", function)
             if not _takes_responses(signature):
                 raise BadSignature(f"{text} nor does the function that it returned: {signature}")
@@ -101,11 +101,11 @@ class RewardFunction:
         )
 
     def require_columns(self, columns: Collection[str]) -> None:
-        """Raise BadSignature if an argument is no column of the data."""
+        """Raise BadSignature if an argument is not a column of the data."""
         found = {*columns, "ground_truth"} if "reward_model" in columns else columns
         if missing := [name for name in self.needs if name not in found]:
             known = ", ".join(columns) or "none"
-            text = f"takes {missing[0]!r}, which is no column of the data; there are {known}"
+            text = f"takes {missing[0]!r}, which is not a column of the data; there are {known}"
             if missing[0] == STEP_COLUMN:
                 text = f"takes {STEP_COLUMN!r} without a default, and evaluations have no step"
             raise BadSignature(text)
@@ -140,7 +140,7 @@ class RewardFunction:
             return self.function(**{**accepted, **self.kwargs})
         except TypeError as error:
             if "string indices" in str(error):
-                text = "set `completions: messages` to get chat messages as TRL"
+                text = "set `completions: messages` to get chat messages as in TRL"
                 raise TypeError(f"{error}; {text}") from error
             raise
 
@@ -170,7 +170,7 @@ async def _awaited(results: Sequence[Awaitable[Any]]) -> list[Any]:
 
 
 def _score(result: Any) -> Any:
-    """Return the score of a result of verl's form: it, its `score`, or as in ToolRL its first number."""
+    """Return the score of verl's result: the result itself, its `score` or, as in ToolRL, its first item."""
     if isinstance(result, Mapping):
         return result["score"]
     return result[0] if isinstance(result, (tuple, list)) else result

@@ -35,7 +35,7 @@ from smopd.rewards.worker import NUMBER, SIGNAL_EXIT_CODE
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-GRACE_SECONDS = 1.0  # ours: to exit after closing the pipe
+GRACE_SECONDS = 1.0  # ours: time for a worker to exit after it has closed the pipe
 ATTEMPTS = 2  # ours: a call that fails as a whole is repeated once
 LOG_BYTES = 16 << 20  # ours: a larger log of what rewards print is emptied
 LOG_SECONDS = 1.0  # ours: how often its size is read during a call
@@ -82,19 +82,19 @@ class RewardBatch:
 
 @dataclass
 class Worker:
-    """A user's function in its own process, started when needed and restarted after it died.
+    """A user's function in its own process, started when needed and restarted after it has died.
 
-    arguments: of the host, after the function's path.
+    arguments: those of the host, after the function's path.
     """
 
     host = ""
-    """A name of worker.HOSTS."""
+    """A key of worker.HOSTS."""
     name: str
     function: str
     arguments: tuple[Any, ...]
     deadline_seconds: float
     log_path: Path | None = None
-    """None is this process's stderr."""
+    """None means this process's stderr."""
     memory_bytes: int = 0
     starts: int = 0
     _number: int = 0  # of the last request
@@ -104,7 +104,7 @@ class Worker:
     _replies: Connection = field(init=False)
 
     def start(self) -> None:
-        """Start the process and load the function, if that is not done yet; CallFailed if that fails."""
+        """Start the process and load the function, unless that is done; CallFailed if it fails."""
         if self._process is not None:
             # Between calls, the reply pipe is readable only if the worker closed it.
             if self._process.poll() is None and not self._replies.poll():
@@ -154,7 +154,7 @@ class Worker:
     def _call(self, frame: bytes, seconds: float, read: Callable[[Any], T]) -> list[T]:
         """Send a frame and return what `read` makes of the reply's values.
 
-        Raise CallFailed if there is none after `seconds`.
+        Raise CallFailed if there is no reply after `seconds`.
         """
         late = threading.Event()
 
@@ -212,7 +212,7 @@ class RewardWorker(Worker):
     host = "reward"
 
     def require_columns(self, columns: Sequence[str]) -> None:
-        """Raise CallFailed if the function takes an argument that is no column."""
+        """Raise CallFailed if the function takes an argument that is not a column."""
         self.start()
         try:
             self._call(pickle.dumps((list(columns),)), self.deadline_seconds, str)
@@ -220,9 +220,9 @@ class RewardWorker(Worker):
             raise CallFailed(failed.kind, f"{self.name}: {self.function} {failed}") from None
 
     def score(self, request: bytes, responses: int) -> tuple[list[float], dict[str, int], str | None]:
-        """Score a pickled request, twice if the first call fails: values, failures by kind, last error.
+        """Score a pickled request, twice if a call fails. Return values, failures by kind, last error.
 
-        Raises RewardError only if the function can never score.
+        Raise RewardError only if the function can never score.
         """
         values: list[float | None] = []
         kinds, error = dict.fromkeys(FAILURE_KINDS, 0), None
@@ -246,7 +246,7 @@ class RewardWorker(Worker):
             kinds["none"] = values.count(None)
             kinds["nonfinite"] = sum(value is not None and not math.isfinite(value) for value in values)
             if kinds["nonfinite"]:
-                error = f"{self.function}: {kinds['nonfinite']} values are no finite number"
+                error = f"{self.function}: {kinds['nonfinite']} values are not finite numbers"
         self.limit_log()
         scores = [value if value is not None and math.isfinite(value) else math.nan for value in values]
         return scores, kinds, error
@@ -269,8 +269,8 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
     Args:
         rewards: the K dimensions, with different names.
         deadline_seconds: time limit of one call of one reward.
-        log_path: file for what the functions print, emptied at LOG_BYTES; None is this process's stderr.
-        memory_bytes: address space limit of each worker; 0 is no limit.
+        log_path: file for what the functions print, emptied at LOG_BYTES; None: this process's stderr.
+        memory_bytes: address space limit of each worker; 0: no limit.
     """
 
     def __init__(
@@ -295,7 +295,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         self._each(RewardWorker.start)
 
     def require_columns(self, columns: Sequence[str]) -> None:
-        """Raise RewardError if an argument of a function is none of `columns`, the data's.
+        """Raise RewardError if an argument of a function is not among `columns`, those of the data.
 
         Later calls pass None for a column that is absent from all rows of a batch.
         """
@@ -325,7 +325,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         columns = {**dict.fromkeys(self._columns, [None] * responses), **columns}
         try:
             request = pickle.dumps((list(prompts), list(completions), columns, conversations), 5)
-        except Exception as error:  # of a value that a map has made
+        except Exception as error:  # a map may make values that cannot be pickled
             raise RewardError(f"the columns of the data cannot be sent to rewards ({error})") from error
         scored = self._threads.map(lambda worker: worker.score(request, responses), self._workers)
         values, failures, errors = zip(*scored, strict=True)

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from smopd.engine.models.loading import load_tokenizer
 from smopd.engine.preference import LocalPreferenceModel, RemotePreferenceModel
 
-MAX_TOKENS = 2048  # SEMANTICS section 5; the official scripts' reward_model.max_length
+MAX_TOKENS = 2048  # the official scripts' reward_model.max_length
 BATCH_TOKENS = 16_384  # ours
 TEMPLATE_SUFFIX = ".jinja"
 
@@ -53,12 +53,12 @@ def preference_reward(
 
     Args:
         prompts: a text, used as one user message, or chat messages.
-        model: folder or hub id of a sequence classifier with one output, or with `url` of its tokenizer.
+        model: folder or hub id of a sequence classifier with one output; with `url`, that of its tokenizer.
         sign: 1 if higher scores are better, -1 if lower scores are (the Beaver cost models).
         template: chat template that replaces the tokenizer's: Jinja text, or the path of a .jinja file.
         batch_tokens: maximum tokens per forward pass, with padding. Equal chats have exactly equal scores.
-        truncation_side: "left" keeps the end of a long chat (ours), "right" its beginning (as the paper).
-        device: for example "cuda:1"; None is this rank's GPU, or the CPU.
+        truncation_side: "left" keeps the end of a long chat (ours), "right" its beginning (the paper's).
+        device: for example "cuda:1"; None: this rank's GPU if there is one, else the CPU.
         url: `http://host:port` of a `vllm serve MODEL --runner pooling`; several are separated by commas.
     Raises:
         ValueError, FileNotFoundError, NoServer: an argument, the model or the server is unusable.

@@ -2,15 +2,15 @@
 
     python -m smopd.rewards.worker READ WRITE PARENT HOST FUNCTION BYTES
 
-READ and WRITE are inherited pipe ends (multiprocessing.connection); BYTES limits the address space, 0 does
-not. A message begins with a number of 8 bytes, which a reply repeats, so that late replies are recognized.
-Requests are pickle 5, because columns may hold dates, bytes or arrays: first the arguments of the class HOST
-of HOSTS after the path, then those of its method `reply`. Replies are JSON, `{"values": [...]}` or
-`{"error": ...}`, with `"hopeless": true` if no call can succeed: the parent never unpickles what a worker
-wrote.
+READ and WRITE are inherited pipe ends (multiprocessing.connection). BYTES limits the address space; 0: no
+limit. A message begins with a number of 8 bytes, which a reply repeats, so that late replies are recognized.
+Requests are pickled, because columns may hold dates, bytes or arrays. The first one has the arguments of the
+class HOSTS[HOST] after the path, each later one those of its method `reply`. Replies are JSON, because the
+parent must not unpickle what a worker wrote: `{"values": [...]}` or `{"error": ...}`, with `"hopeless": true`
+if no call can succeed.
 
-The function runs in a child process. The process itself only waits, and kills everything the function
-started when the parent is gone. A thread could not: a function may never release the interpreter.
+The function runs in a child process. This process only waits, and kills everything the function started
+when the parent is gone. A thread could not do that: a function may never release the interpreter lock.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class RewardHost:
         self.function = RewardFunction.load(path, kwargs, completions)
 
     def reply(self, loop: asyncio.AbstractEventLoop, *request: Any) -> list[float | None]:
-        """Return the scores of the arguments of the function, or check the names of all columns."""
+        """Return the scores for the function's arguments or, given one argument, check all column names."""
         if len(request) == 1:
             self.function.require_columns(*request)
             return []
@@ -123,7 +123,7 @@ def _number(value: Any) -> float:
 def _fork(parent_pid: int, read_fd: int, write_fd: int) -> None:
     """Return in a child process; this one waits for it, and kills everything once the parent is gone."""
     supervisor = os.getpid()
-    adopt_orphans()  # so that the parent can find those that left the process group
+    adopt_orphans()  # so that processes that left the process group can be found
     worker = os.fork()
     if worker == 0:
         die_with_parent(supervisor)

@@ -42,7 +42,7 @@ def model_path(settings: Settings, folder: Path, name: str) -> str:
 def initial_model(settings: Settings, folder: Path) -> str:
     """Return the path of the model before any training.
 
-    A factory builds it in `folder`, again by each command until there is a result.
+    A factory builds it in `folder`. Each command builds it again until there is a result.
     """
     origin = settings.model
     if origin.factory is None:
@@ -76,7 +76,7 @@ def initial_model(settings: Settings, folder: Path) -> str:
 
 
 def _require_as_saved(factory: str, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Raise ValueError if a saved model cannot be used, or its tokenizer encodes otherwise than before."""
+    """Raise ValueError if a saved model cannot be used, or its tokenizer encodes differently than before."""
     saved = load_tokenizer(folder)
     require_usable(folder, saved)
     if saved(PROBE)["input_ids"] != tokenizer(PROBE)["input_ids"]:
@@ -97,7 +97,7 @@ def make_base(
 ) -> None:
     """Train the model at `path` on the demonstrations, if any, and export it to `folder`.
 
-    Resumes from its checkpoint, which it writes as a run does and removes when it is done.
+    It resumes from its own checkpoint, which it writes as a run does and removes at the end.
     """
     warm = settings.warm_start
     steps, every = warm.steps if warm else 0, settings.checkpoint.every

@@ -131,7 +131,7 @@ def teacher_engine(
 
 
 def require_models(settings: Settings, runs: list[PlannedRun], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UnusableInput if a model that no run makes cannot be read or has another tokenizer."""
+    """Raise UnusableInput if a model that no run creates cannot be read or has another tokenizer."""
     named = {name: f"runs.{run.name}.merge" for run in runs for name in run.starts[1:]}
     named |= {name: "teachers.models" for run in runs for name in run.teachers}
     for name, setting in named.items():
@@ -177,6 +177,6 @@ def rollout_settings(settings: Settings, recipe: Settings, limit: int) -> Vllm:
 
 
 def vllm_settings(section: Vllm, dtype: str, max_model_len: int) -> Vllm:
-    """The section with this dtype and length where its engine_kwargs give none."""
+    """Return the section with this dtype and length, unless its engine_kwargs set others."""
     engine_kwargs = {"dtype": dtype, "max_model_len": max_model_len, **custom_code(), **section.engine_kwargs}
     return section.model_copy(update={"engine_kwargs": engine_kwargs})

@@ -10,7 +10,7 @@ from smopd.engine.errors import Failure, UnusableInput
 from smopd.record.progress import say_error
 
 MISTAKES = (Failure, ValueError, OSError, RecursionError, yaml.YAMLError)
-"""What a command answers in one line. JSON of the user that is too deep raises RecursionError."""
+"""Errors that a command reports in one line. JSON that is nested too deeply raises RecursionError."""
 
 
 @contextmanager

@@ -49,11 +49,11 @@ FREE = (
 OF_BASE = ("seed", "model.", "warm_start.", "student.", "data.prompt_column")
 """Settings that the base model depends on."""
 UNTRAINED = ("seed", "model.", "warm_start.")
-"""Those of a base model without a warm start."""
+"""Settings that a base model without a warm start depends on."""
 OF_EVALUATION = ("evaluation.", "data.evaluation", "data.max_evaluation_tokens", "rewards.", "rollout.")
-"""Settings that the base model's evaluation depends on besides."""
+"""Further settings that the base model's evaluation depends on."""
 RESULTS = ("start", "merge.json", "export", "done.json", "evaluation.json")
-"""Files and folders of a run, beside its steps, that other settings would spoil."""
+"""Files and folders of a run, besides its steps, that other settings would invalidate."""
 DIGITS = 12  # ours: of a digest, in messages
 Parts: TypeAlias = Mapping[str, Mapping[str, str]]
 """Setting -> part of the input -> digest; see identity.py."""
@@ -124,7 +124,7 @@ def lock_run_dir(folder: Path, settings: Settings, *, change: bool = False) -> I
 
 
 def refuse(folder: Path, what: str, found: Sequence[Change], *, change: bool = False) -> None:
-    """Raise ConfigMismatch for changes that do more than add steps; `change` allows what checkpoints can."""
+    """Raise ConfigMismatch for any change but more steps; with `change`, only if checkpoints do not fit."""
     if refused := [str(each) for each in found if each.reshapes or not (change or each.lengthens)]:
         advice = "" if any(each.reshapes for each in found) else ", or add --change"
         message = f"{folder} holds runs with other {what}; give another --output{advice}:"
@@ -167,7 +167,7 @@ def saved_settings(folder: Path) -> Settings:
     try:
         return Settings.model_validate(yaml.safe_load(config.read_text()))
     except ValidationError as error:
-        message = f"{config}: was written by another smopd; resume with that, or give another --output"
+        message = f"{config}: is from another version of smopd; resume with that, or give another --output"
         raise ConfigMismatch("\n  ".join([message, *explain(error, {})])) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         why = " ".join(str(error).split())[:200]
@@ -248,7 +248,7 @@ def write_settings(
 ) -> None:
     """Write settings, inputs and environment of a command; `change` allows other inputs. A collective call.
 
-    environment.json is of the first command, commands.jsonl of all, the other files are of the newest.
+    environment.json describes the first command, commands.jsonl all of them, the other files the newest.
     `inputs` returns digests by setting and part, `arguments` are those of `smopd train`.
     """
 
@@ -277,7 +277,7 @@ def write_settings(
 
 
 def evaluation_differs(folder: Path, settings: Settings, parts: Parts) -> bool:
-    """Return whether the base model would be evaluated otherwise than by the last command."""
+    """Return whether the base model would be evaluated differently than by the last command."""
 
     def of_evaluation(values: Mapping[str, Any]) -> dict[str, Any]:
         return {k: v for k, v in values.items() if k.startswith(OF_EVALUATION) and not k.startswith(FREE)}

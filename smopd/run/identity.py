@@ -32,7 +32,7 @@ _HERE = Path(smopd.__file__).parent
 def identity(settings: Settings, inputs: Inputs, initial: str) -> Parts:
     """Return the digests of everything that the settings name. `initial` is the model before any training.
 
-    Rows stand for the functions that make them.
+    A function that makes rows is represented by the digest of its rows.
     """
     found = {setting: {"rows": digest} for setting, digest in inputs.digests.items()}
     if settings.model.factory is not None:
@@ -44,15 +44,15 @@ def identity(settings: Settings, inputs: Inputs, initial: str) -> Parts:
             found[setting] = parts
     shown = flat(public(settings).model_dump(mode="json"))
     for setting, value in flat(settings.model_dump(mode="json")).items():
-        if value != shown.get(setting) and not setting.startswith(FREE):  # too short a digest to guess it
+        if value != shown.get(setting) and not setting.startswith(FREE):  # too short a digest to reveal it
             digest = hashlib.sha256(str(value).encode()).hexdigest()[:HIDDEN_DIGITS]
             found.setdefault(setting, {})["redacted"] = digest
     return found
 
 
 def named_model(name: str) -> dict[str, str]:
-    """Return the parts of the model in a folder or in the cache of the hub; empty if `name` is no model."""
-    with suppress(OSError, ValueError, RuntimeError):  # no path, no short name, no user, no hub id
+    """Return the parts of the model in a folder or in the hub's cache; empty if `name` is not a model."""
+    with suppress(OSError, ValueError, RuntimeError):  # not a path, short name, user or hub id
         folder = located(name)
         if adapter := read_adapter(folder):
             base = named_model(adapter.base)
@@ -79,7 +79,7 @@ def hub_commits(settings: Settings) -> Parts:
 
 
 def named(settings: Settings) -> Iterator[tuple[str, str]]:
-    """Yield the texts among the settings that results depend on."""
+    """Yield the path and value of each text setting that results depend on."""
     for setting, value in flat(settings.model_dump(mode="json")).items():
         if isinstance(value, str) and not setting.startswith((*FREE, *ROWS, "model.factory")):
             yield setting, value
@@ -150,7 +150,7 @@ def _file_of(module: str) -> Path | None:
 
 
 def _imported(name: str, file: Path) -> Iterator[str]:
-    """Yield the names that a source file imports, and those that may be modules of them."""
+    """Yield the names that a source file imports, including attributes that may be modules."""
     try:
         nodes = [*ast.walk(ast.parse(file.read_bytes()))]
     except (SyntaxError, ValueError):  # an extension module

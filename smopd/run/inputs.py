@@ -64,7 +64,7 @@ def read_inputs(settings: Settings, tokenizer: PreTrainedTokenizerBase, *, demon
 
 
 def require_same(found: Mapping[str, Any], advice: str) -> None:
-    """Raise UnusableInput if a rank has another value than the first one; a collective call."""
+    """Raise UnusableInput if a rank's values differ from those of rank 0; a collective call."""
     first, *others = distributed.gather_objects(dict(found))
     for rank, other in enumerate(others, 1):
         for name in sorted({*first, *other}):

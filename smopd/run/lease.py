@@ -1,4 +1,4 @@
-"""A lease file names the host and process at work in a run directory, as locks may not reach other hosts."""
+"""The lease: a file with the host and process at work in a run directory. Locks may not reach other hosts."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from smopd.record.progress import say
 
 FILE = ".lease"
 BEAT_SECONDS = 5.0  # ours
-STALE_SECONDS = 20.0  # ours: a lease that is not renewed for so long is of a command that has ended
+STALE_SECONDS = 20.0  # ours: if a lease is not renewed for so long, its command has ended
 TRIES, TRY_SECONDS = 10, 1.0  # ours: a network file system may show a file late
 
 
@@ -28,10 +28,10 @@ class RunDirLocked(Failure, RuntimeError):
 
 @contextmanager
 def lease(folder: Path) -> Iterator[dict[str, Any]]:
-    """Hold the lease of a run directory, and renew it in a thread; yields its content.
+    """Hold the lease of a run directory, renew it in a thread, and yield its content.
 
-    Of two commands that begin at once, the one whose lease is replaced ends itself; so does one whose folder
-    is renamed or removed.
+    Of two commands that begin at once, the one whose lease is replaced ends itself. A command whose folder is
+    renamed or removed ends, too.
 
     Raises:
         RunDirLocked: a command on another host renews its lease.
@@ -47,7 +47,7 @@ def lease(folder: Path) -> Iterator[dict[str, Any]]:
         while not done.wait(BEAT_SECONDS):
             beat, found = beat + 1, _read(path)
             if _moved(folder, inode):
-                tell(f"error: {folder} was renamed or removed; rerun with --output to where it is now")
+                tell(f"error: {folder} was renamed or removed; rerun with its new path as --output")
                 os._exit(1)
             if found.get("id", mine["id"]) != mine["id"]:
                 tell(f"error: {folder} was taken over by {_holder(found)}")
@@ -92,7 +92,7 @@ def _wait_for_other_hosts(path: Path) -> None:
 
 
 def _moved(folder: Path, inode: int) -> bool:
-    """Return whether the folder is another one or none; a disk that is gone for a while is not known."""
+    """Return whether the folder has been replaced or removed; False if its disk is gone for a while."""
     try:
         return folder.stat().st_ino != inode
     except OSError as error:
@@ -107,7 +107,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _boot() -> str:
-    """Return the id of this host's start (Linux): hosts of one image may have one name."""
+    """Return the id of this host's boot (Linux). Hosts of one image may share a name."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""

@@ -99,7 +99,7 @@ class Printable(logging.Formatter):
 
 
 def run_recipe(command: Command) -> int:
-    """Run what `command` asks for and is not finished, and return the exit status."""
+    """Run what `command` asks for, except what is finished, and return the exit status."""
     settings, folder = command.settings, Path(command.settings.output)
     set_up(settings)
     with (
@@ -163,13 +163,13 @@ def try_recipe(command: Command) -> int:
 def try_model(
     settings: Settings, path: str, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, device: torch.device
 ) -> None:
-    """Compare the first run's engine with its trainer, if the model's folder, engine and room are here."""
+    """Compare the first run's engine with its trainer, if model, engine and memory are available."""
     own, on_gpu = settings.resolved(next(iter(settings.runs))), device.type == "cuda"
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     room = torch.cuda.mem_get_info()[0] if on_gpu else memory // 2
     stored = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
     if own.rollout.urls or (own.rollout.engine == "vllm" and not on_gpu) or not 0 < 4 * stored < room:
-        say("the model's log-probabilities were not tried: no folder, engine or room for it here")
+        say("the model's log-probabilities were not compared: no folder, engine or memory for it here")
         return
     student = build.student(own, path, device)
     off = try_engine(build.rollout_engine(own, path, tokenizer, device, settings), student, prompt, own)
@@ -188,7 +188,7 @@ def set_up(settings: Settings) -> None:
 
 @contextmanager
 def workers(settings: Settings, folder: Path) -> Iterator[tuple[RewardPool, Environments]]:
-    """Start a worker for each reward, import the rewards, and start one for each environment of the runs."""
+    """Start a worker for each reward, import the rewards, and start a worker for each run's environment."""
     seconds = settings.scoring.deadline_seconds
     log_path = folder / f"rewards_{distributed.rank()}.log"
     memory_bytes = round((settings.scoring.memory_gib or 0) * 2**30)
@@ -309,7 +309,7 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
 
 
 def view_merged(context: RunContext, name: str, merge: Merge) -> None:
-    """Add the merged models' opinions to a token view; they are loaded one after the other, on rank 0."""
+    """Add the merged models' scores to a token view; they are loaded one after the other, on rank 0."""
     settings, path = context.settings.resolved(name), context.model_path(name)
     tokenizer = load_tokenizer(path)
     vocabulary = describe(path, tokenizer)[0].get_text_config().vocab_size

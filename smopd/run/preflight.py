@@ -32,7 +32,7 @@ from smopd.step.stop import all_or_raise
 log = logging.getLogger(__name__)
 GROUND_TRUTHS = ("ground_truth", "answer", "solution", "completion", "response", "output", "target")
 """Ours: columns that may hold a right answer; the first one with text is tried."""
-GROSS_MISMATCH = 0.3  # ours, nats a token: rounding and lower precisions stay below it
+GROSS_MISMATCH = 0.3  # ours, nats per token: rounding and lower precisions stay below it
 TRIED_TOKENS = 16  # ours: of the response that try_engine compares
 NEWEST_TESTED = {"torch": "2.14", "transformers": "5.23", "triton": "3.8"}  # see CONTRIBUTING.md
 
@@ -84,7 +84,7 @@ def try_rewards(
     Each is a call of its own. With an environment they are conversations of one response.
 
     Returns:
-        The rewards that failed, and whether they failed on each answer, a ground truth among them.
+        Each reward that failed, with True if there was a ground truth and it failed on both answers.
     """
     row = prompt.columns.get("reward_model")  # verl's
     columns = {**(row if isinstance(row, Mapping) else {}), **prompt.columns}
@@ -119,7 +119,7 @@ def try_rewards(
 
 
 def require_rewards(failed: Iterable[str]) -> None:
-    """Raise UnusableInput if a reward is named."""
+    """Raise UnusableInput if `failed` names a reward."""
     if names := ", ".join(failed):
         raise UnusableInput(f"rewards: {names} failed on the first prompt, see above")
 
@@ -137,7 +137,7 @@ def try_engine(engine: RolloutEngine, student: Student, prompt: Prompt, settings
     logp_N = student.logps(rollouts, rollout.temperature).cpu()
     off = float((logp_N - rollouts[0].logps).abs().mean())
     if not off <= GROSS_MISMATCH:  # NaN also
-        what = f"gives the model's tokens {off:.2g} nats other log-probabilities than training"
+        what = f"gives log-probabilities that are {off:.2g} nats off those of training"
         raise UnusableInput(f"rollout.engine: {what}; use local, or another version of vLLM")
     if off > MOST_MISMATCH:
         log.warning("before the first step, %.2g nats apart: %s", off, ADVICE["mismatch"])

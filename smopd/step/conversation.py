@@ -41,7 +41,7 @@ NEUTRAL = "ANSWER"
 
 
 class EnvironmentWorker(Worker):
-    """A worker of one environment. A failure of the worker is one of every conversation in the call."""
+    """A worker of one environment. If the worker fails, every conversation in the call fails."""
 
     host = "environment"
 
@@ -54,7 +54,7 @@ class EnvironmentWorker(Worker):
             frame = pickle.dumps((begin, dict(items)), 5)
             answers = self._call(frame, self.deadline_seconds, lambda answer: Answer(**answer))
             if len(answers) != len(items):
-                raise CallFailed("worker_died", "the worker's reply is not its own")
+                raise CallFailed("worker_died", "the worker's reply has a wrong number of answers")
         except CallFailed as failed:
             answers = [Answer(failure=failed.kind, error=str(failed))] * len(items)
         self.limit_log()
@@ -64,7 +64,7 @@ class EnvironmentWorker(Worker):
 
 
 class Environments(AbstractContextManager["Environments"]):
-    """Context manager of this rank's environments: one worker for each, and for each choice of arguments."""
+    """Context manager of this rank's environments: one worker per environment and choice of arguments."""
 
     def __init__(self, log_path: Path | None = None, memory_bytes: int = 0):
         self.own: dict[str, Any] = {"log_path": log_path, "memory_bytes": memory_bytes}
@@ -89,7 +89,7 @@ class Environments(AbstractContextManager["Environments"]):
 
 @dataclass
 class Transcript:
-    """A conversation while it takes place, the `sample`-th about its prompt."""
+    """A conversation in progress, the `sample`-th about its prompt."""
 
     prompt: Prompt
     group: int
@@ -127,7 +127,7 @@ class Transcript:
 
 @dataclass(frozen=True)
 class Conversations:
-    """Samples conversations. A draw depends on (seed, group, sample, turn, position) alone."""
+    """Sampler of conversations. A draw depends only on (seed, group, sample, turn, position)."""
 
     environment: EnvironmentWorker
     tokenizer: PreTrainedTokenizerBase
@@ -137,7 +137,7 @@ class Conversations:
     def of(
         cls, environments: Environments, tokenizer: PreTrainedTokenizerBase, settings: Settings
     ) -> Conversations | None:
-        """Return None if the settings have no environment."""
+        """Return the sampler, or None if the settings have no environment."""
         worker = environments.of(settings)
         if worker is not None and not tokenizer.chat_template:
             raise RewardError("rollout.environment: the tokenizer has no chat template, which turns need")
@@ -168,14 +168,14 @@ class Conversations:
             for transcript, answer in zip(live.values(), answers, strict=True):
                 self._add_answer(transcript, answer, last=turn == self.settings.rollout.turns)
             live = {i: transcript for i, transcript in live.items() if not transcript.ended}
-            # Ranks that share an engine call it equally often, also with nothing to sample.
+            # Ranks that share an engine must call it equally often, even with nothing to sample.
             made = engine.generate(
                 [[*transcript.prompt.token_ids, *transcript.ids] for transcript in live.values()],
                 [draw_key(transcript.group, transcript.sample, turn) for transcript in live.values()],
                 replace(sampling, n=1),
             )
         if any(transcript.ended == "timeout" for transcript in transcripts):
-            self.environment.end()  # with what still runs there
+            self.environment.end()  # ends what still runs there
         if drifted := sum(transcript.drift for transcript in transcripts):
             log.warning(
                 "rollout.environment: in %d of %d conversations the chat template prints earlier turns "

@@ -1,4 +1,4 @@
-"""Reward responses: decode them, call every reward in its worker, stop a run with too many unscored ones."""
+"""Scoring of responses: decode them, call each reward in its worker, stop a run with too many failures."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Rewarder:
     pool: RewardPool
     tokenizer: PreTrainedTokenizerBase
     scoring: Scoring
-    """Its limit of unscored responses holds for a window of training steps, and for each other batch."""
+    """Its limit of unscored responses applies to a window of training steps, and to each other batch."""
     window_steps: int = 1
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class Rewarder:
         Args:
             prompts: one per rollout. A conversation whose environment failed is left unscored.
             step: training step from 0, passed to the rewards as a column; None outside of training.
-            check: count unscored responses. False for those in place of others of the step.
+            check: count unscored responses. False for responses that replace others of the step.
         Raises:
             RewardError: a dimension left too many responses of all ranks unscored. Raised on every rank.
         """
@@ -110,7 +110,7 @@ class Rewarder:
                 error = next((rank.last_errors[name] for rank in ranks if name in rank.last_errors), None)
                 raise RewardError(
                     f"reward {name!r} left {unscorable} of {responses} responses unscored{steps} "
-                    f"({allowed:g} may be, {limit}): {kinds}. Last error: {error or 'none'}"
+                    f"({allowed:g} allowed, {limit}): {kinds}. Last error: {error or 'none'}"
                 )
 
 

@@ -1,4 +1,4 @@
-"""Sampling of each step's batch, on demand or one step ahead, and of prompts in place of others."""
+"""Sampling of each step's batch, on demand or one step ahead, and of prompts that replace others."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
@@ -21,11 +21,11 @@ from smopd.step.rewards import Rewarder, replaced
 from smopd.step.stop import StaleRollout, all_or_raise
 
 ATTEMPT_STEPS = 1 << 20
-"""Ours: a prompt that replaces another one is that of so many steps later, which no run reaches."""
+"""Ours: a replacement prompt is taken from so many steps later, which no run reaches."""
 
 
 class Sampler:
-    """This rank's rollouts of each step. `ahead` is the result of `settle` before a resume."""
+    """Sampler of this rank's rollouts of each step. `ahead` is the result of `settle` before a resume."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class Sampler:
     def again(self, step: int, attempt: int, batch: Batch, flat: Sequence[int]) -> Batch:
         """Return the batch with prompts of a later epoch in place of this rank's groups `flat`.
 
-        A collective call; see `take`. `attempt` counts from 1. The prompts depend on it, on the step and on
-        the places of the groups in the step alone.
+        A collective call; see `take`. `attempt` counts from 1. The prompts depend only on it, on the step and
+        on the places of the groups in the step.
         """
 
         def replace() -> Batch:
@@ -136,14 +136,14 @@ def resample(
     weights: Sequence[float],
     phase: Callable[[str], AbstractContextManager[None]],
 ) -> tuple[Batch, RewardBatch, int]:
-    """Score the batch, replace groups without variance up to rollout.resample times; a collective call.
+    """Score the batch and replace groups without variance, up to rollout.resample times; a collective call.
 
     Groups whose responses all earn the same, in every reward, add nothing to the gradient. DAPO's dynamic
     sampling looks at the sum of the rewards, which may be equal where each reward differs.
 
     Args:
-        weights: of the rewards; one of weight 0 is ignored.
-        phase: of Metrics, times parts of the step.
+        weights: those of the rewards. A reward of weight 0 is ignored.
+        phase: Metrics.phase, which times parts of the step.
     Returns:
         The batch, its rewards, and how many prompts of this rank were replaced. The last attempt stays,
         whatever it earned.

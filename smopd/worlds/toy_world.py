@@ -32,7 +32,7 @@ _TRAILERS = ((" Done", "."), ("\n", "Anything", " else", "?"))
 _SIGNATURE_PIECES = ("(", ")", ",", ";")
 
 WRONG_TOOL_RATE, DROPPED_PARAMETER_RATE, WRONG_VALUE_RATE = 0.12, 0.08, 0.07  # ours
-EASY_RATE = 0.8  # ours; five equal rates would all exceed 1/2, and greedy decoding would pass at once
+EASY_RATE = 0.8  # ours: the rate of three of the five decisions of in_sloppy_format
 
 
 class Parameter(NamedTuple):
@@ -132,7 +132,7 @@ def in_sloppy_format(
     """Return the pieces of an answer with `call`, which has the exact format at the rate format_rate.
 
     Five independent decisions make up the format. No prefix, the call on its own line and no trailer are each
-    right at EASY_RATE; a think block and one newline after it at an equal rate, for the product to be right.
+    right at EASY_RATE; a think block and one newline after it at equal rates that give the wanted product.
 
     wrong_separators: replacements of the newline between think block and call, drawn uniformly.
     """

@@ -38,7 +38,7 @@ def test_the_list_and_the_version(capsys):
 def test_a_wrong_name_is_answered(wrong, near, capsys):
     assert main([wrong, "--help"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: '{wrong}' is no command") and error.count("\n") == 1
+    assert error.startswith(f"error: no command '{wrong}'") and error.count("\n") == 1
     assert (f"did you mean {near}?" in error) is (near is not None)
 
 

@@ -79,7 +79,7 @@ class Verdict(NamedTuple):
 
 
 class Judge:
-    """Sends each request once and stores the answers in the folder `cache`."""
+    """Judge that sends each request once and stores the answers in the folder `cache`."""
 
     def __init__(self, settings: JudgeSettings, cache: Path):
         self.settings = settings

@@ -31,7 +31,7 @@ TABLES: tuple[tuple[str, str, str, str, Sequence[str]], ...] = (
     ("", "overall", "exact", "outcome", OUTCOMES),
     ("judge_", "average", "correct", "verdict", KINDS),
 )
-"""Prefix, name of the total, score, kind and its values."""
+"""For each table: key prefix, key of the total, name of the pass score, name of the kind, and all kinds."""
 ApiCall = dict[str, Any]
 
 
@@ -77,7 +77,7 @@ def read_calls(response_text: str, parser: Parser = "first") -> list[ApiCall]:
 
 
 def _equal(call: ApiCall, true: ApiCall) -> bool:
-    """Compare two calls. The published parser also returns bare parameters."""
+    """Return whether two calls are equal. A call of the published parser may be bare parameters."""
     if "name" not in call and "parameters" not in call:
         return call == true["parameters"]
     return call.get("name") == true["name"] and call.get("parameters") == true["parameters"]

@@ -13,7 +13,7 @@ from typing import Any
 from smopd.evals.bfcl.official import Call, Function, language_of
 from smopd.evals.responses import is_call, read_json
 
-MAX_CHARS = 16_384  # ours: 1024 new tokens are about 5,000
+MAX_CHARS = 16_384  # ours: 1024 new tokens have about 5,000
 NO_CALL = "none"  # ToolRL: the name of the tool to call if no tool fits
 SYSTEM = Path(__file__).with_name("rlla_prompt.txt").read_text(encoding="utf-8").rstrip("\n")
 TOOLS = "{tools}"  # the placeholder in SYSTEM
@@ -72,7 +72,7 @@ def shown_functions(functions: Sequence[Function], category: str) -> list[dict[s
 
 
 def read_calls(response: str) -> list[Call]:
-    """Return the calls of a response, skipping other lines; ValueError if no line of a call can be read."""
+    """Return the calls of a response, skipping other lines; ValueError if there are only other lines."""
     _, opened, block = response.rpartition("<tool_call>")
     block = block.split("</tool_call>", 1)[0] if opened else ""
     if len(block) > MAX_CHARS:

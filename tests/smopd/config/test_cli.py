@@ -160,7 +160,7 @@ r.yaml:2: model.path: no file '../there/none' (there is no folder '../there')
 r.yaml:3: data.train.source: no file 'tiny.jsonl'; did you mean tiny.yaml?
 r.yaml:7: runs.first: stage merge needs teachers, and teachers.models is empty
 r.yaml:8: runs.teacher.set.opd.kapa: no such setting; did you mean opd.kappa?
-r.yaml:14: runs.smopd.set.teachers.models.0.model: 'techer' is no run of this recipe; did you mean teacher?
+r.yaml:14: runs.smopd.set.teachers.models.0.model: 'techer' is not a run of this recipe; did you mean teacher?
 r.yaml:15: runs.smopd.set.teachers.models.1.model: 'smopd' must come before the run 'smopd', which uses it
 """
 
@@ -182,9 +182,9 @@ def test_all_mistakes_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) 
         ("--opd.product.x 1", f"opd.product: {ANSWERS['opd.product']}"),
         ("--opd.support product", "opd.support: product was removed; use merge.method weights, which did"),
         ("--runs.gdpo.merge.method weights", "runs.gdpo.merge: no such setting; did you mean runs.gdpo.set"),
-        ("--only gpdo", "--only: 'gpdo' is no run; did you mean gdpo?; there are ['gdpo', 'format_teacher'"),
+        ("--only gpdo", "--only: 'gpdo' is not a run; did you mean gdpo?; there are ['gdpo', 'format"),
         ("--only gdpo --stage merge", "--stage merge with --only gdpo: tiny.yaml has no such run"),
-        ("--runs.gdpo.init smopd", "runs.gdpo.init: 'smopd' is no earlier run, expected one of ['base']"),
+        ("--runs.gdpo.init smopd", "runs.gdpo.init: 'smopd' is not an earlier run, expected one of ['base']"),
     ],
 )
 def test_a_mistake_on_the_command_line(folder: Path, capsys, words: str, line: str) -> None:
@@ -200,9 +200,9 @@ BOMB += "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in pairwise
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("opd:\n  kappa: 4\n  tail: true\n  kappa: 8\n", ":4: opd.kappa is given twice, first in line 2"),
+        ("opd:\n  kappa: 4\n  tail: true\n  kappa: 8\n", ":4: opd.kappa is given twice, first on line 2"),
         ("name: [tiny\nopd: 3\n", ":2:4: not YAML: while parsing a flow sequence, expected ',' or ']', but"),
-        ("- 1\n- 2\n", ": got a list, expected settings, `name: value` a line"),
+        ("- 1\n- 2\n", ": got a list, expected settings as `name: value` lines"),
         ("name: !!python/object:os.system x\n", ":1:7: not YAML: could not determine a constructor for the"),
         (BOMB, ":1: the recipe is too large, expected at most 32 levels and 10,000 values, with aliases"),
         ("extends: 3\n", ":1: extends: got 3, expected a recipe"),

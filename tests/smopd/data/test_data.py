@@ -154,7 +154,7 @@ def test_a_hub_data_set_is_loaded_by_id(monkeypatch):
     import datasets
 
     monkeypatch.setattr(datasets, "load_dataset", lambda *given, **how: iter([{"given": given, **how}]))
-    with pytest.raises(FileNotFoundError, match="the hub cannot be reached, and its cache has none"):
+    with pytest.raises(FileNotFoundError, match="the hub cannot be reached, and its cache has no copy"):
         load_rows("owner/name")  # at once
     monkeypatch.setattr(sources, "hub_responds", lambda: True)
     rows = load_rows("owner/name", kwargs={"revision": "v1"})

@@ -133,16 +133,16 @@ def test_verl_scores_one_response_at_a_time():
 @pytest.mark.parametrize(
     ("function", "kwargs", "message"),
     [
-        (answered, {}, "takes 'answer', which is no column of the data; there are question"),
-        (compute_score, {}, "takes 'data_source', which is no column"),
+        (answered, {}, "takes 'answer', which is not a column of the data; there are question"),
+        (compute_score, {}, "takes 'data_source', which is not a column"),
         (answered, {"answer": 1, "bonsu": 2}, "cannot be called: .* unexpected keyword argument 'bonsu'"),
         (stepwise, {}, "takes 'training_step' without a default"),
         (positional, {}, "positional.only"),
-        (get_overlong, {}, "takes none of completions, .*, and is no factory .* argument: 'limit'"),
+        (get_overlong, {}, "takes none of completions, .*, and is not a factory .* argument: 'limit'"),
         (get_overlong, {"limit": 3, "cash": 1}, "unexpected keyword argument 'cash'"),
-        (get_async, {}, r"get_async\(limit=3\) .* and is no reward: it is a factory, which must be no `asy"),
+        (get_async, {}, r"get_async\(limit=3\) .* and is not a reward: a factory must not be `asy"),
         (max, {}, "builtins:max has no signature, expected a function written in Python"),
-        (get_number, {}, "get_number.*, and is no factory of what does: it returned int"),
+        (get_number, {}, "get_number.*, and is not a factory of a function that does: it returned int"),
         (get_number, {"value": get_number}, r"nor does the function that it returned: \(value=1\)"),
     ],
 )

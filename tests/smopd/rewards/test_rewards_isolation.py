@@ -206,7 +206,7 @@ def test_values_that_are_no_finite_number():
         batch = score(pool, completions=["x"] * 8)
         np.testing.assert_array_equal(batch.rewards_RK[:, 0], [1.0, *[np.nan] * 4, 1.0, *[np.nan] * 2])
         assert unscorable(batch, "bad") == {"none": 1, "nonfinite": 5}
-        assert "5 values are no finite number" in batch.last_errors["bad"]
+        assert "5 values are not finite numbers" in batch.last_errors["bad"]
 
 
 def test_a_column_that_no_row_of_a_batch_has_is_none():

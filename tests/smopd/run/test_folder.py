@@ -45,7 +45,7 @@ def test_settings_that_cannot_be_read_are_named(tmp_path):
     for content, said in {
         b"\xff\xfe\x00\x01": "cannot be read",
         b"- " * 5000 + b"[": "cannot be read",
-        b"rollout: {top_p: 0.9}": "another smopd.*\n.*rollout.top_p: was removed",
+        b"rollout: {top_p: 0.9}": "another version of smopd.*\n.*rollout.top_p: was removed",
     }.items():
         (tmp_path / "config.yaml").write_bytes(content)
         assert_refused(tmp_path, ConfigMismatch, rf"(?s)config\.yaml: .*{said}")

@@ -70,7 +70,7 @@ def test_a_bad_step_is_counted_over_a_window(failures, ends_after):
         own.score(PROMPTS, [ROLLOUT] * 4, step)
     if ends_after:
         most, of = sum(failures[:ends_after][-4:]), 4 * min(ends_after, 4)
-        message = rf"'tone' left {most} of {of} .*\(8 may be, .* 0\.5 of 4 steps\): exception {most}\. Last"
+        message = rf"'tone' left {most} of {of} .*\(8 allowed, .* 0\.5 of 4 steps\): exception {most}\. Last"
         with pytest.raises(RewardError, match=message):
             own.score(PROMPTS, [ROLLOUT] * 4, ends_after - 1)
     alone = rewarder(lambda *_: scored(3), window_steps=4)
