@@ -30,7 +30,7 @@ _BOUNDS = {
     "exclusiveMaximum": "< {:g}",
     "minItems": "of {:g} or more",
     "minProperties": "of {:g} or more",
-    "pattern": "matching {}",
+    "pattern": "of letters, digits, '_', '-' and '.'",
 }
 _LONGEST_VALUE = 60
 ANSWERS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("renamed.yaml").read_text(encoding="utf-8"))

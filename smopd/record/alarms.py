@@ -86,8 +86,10 @@ class Watch:
         return due
 
 
-def alarms_of(lines: Iterable[Values]) -> list[tuple[int, str]]:
-    """Return step and advice of every alarm in a run's metrics."""
+def alarms_of(lines: Iterable[Values]) -> list[tuple[int, str, bool]]:
+    """Return every alarm in a run's metrics: its step, its advice, and whether it holds in the last step."""
     watch = Watch()
-    steps = (line for line in lines if "grad_norm" in line)  # not those of evaluations
-    return [(int(line["step"]), advice) for line in steps for advice in watch.see(line)]
+    steps = [line for line in lines if "grad_norm" in line]  # not those of evaluations
+    due = [(int(line["step"]), advice) for line in steps for advice in watch.see(line)]
+    last = {ADVICE[name] for name, holds in holding(steps[-1], steps[0]).items() if holds} if due else set()
+    return [(step, advice, advice in last) for step, advice in due]

@@ -61,6 +61,8 @@ def test_what_raises_no_alarm():
 def test_the_report_has_what_the_screen_said(tmp_path: Path):
     lines = [{"step": step, **WELL, "grad_norm": 0.0} for step in range(1, 6)]
     evaluation = {"step": 2, "greedy/a": 1.0}
-    assert alarms_of([*lines[:2], evaluation, *lines[2:]])[0][0] == 3
-    write_report(tmp_path / "report.html", Report("t", metrics={"<one>": lines}))
-    assert "&lt;one&gt;, step 3: the gradient is 0" in (tmp_path / "report.html").read_text()
+    assert alarms_of([*lines[:2], evaluation, *lines[2:]])[0][::2] == (3, True)
+    runs = {"<one>": lines, "over": [*lines, {"step": 6, **WELL}]}
+    write_report(tmp_path / "report.html", Report("t", metrics=runs))
+    page = (tmp_path / "report.html").read_text()
+    assert "&lt;one&gt;, step 3, still at the end: the gradient is 0" in page and "over, step 3: the" in page
