@@ -131,7 +131,7 @@ def _teachers(settings: Settings) -> Wrong:
                 yield f"rewards.{i}.range", f"the gate needs [lo, hi] or batch for {reward.name!r}"
     if len({is_url(teacher.model) for teacher in teachers}) > 1:
         yield "teachers.models", "got both URLs and models, expected one kind"
-    if ":" in opd.target and opd.sampled:
+    if opd.target not in ("pooled", "merged") and opd.sampled:
         yield "opd.target", f"got {opd.target}, which opd.divergence {opd.divergence} does not use"
 
 
