@@ -15,7 +15,7 @@ from smopd.config.settings import Advantage
 from smopd.ops import gd2po_advantages, gdpo_advantages, grpo_advantages
 
 RMS_FLOOR = 0.05
-"""batch_balanced: a smaller RMS counts as this, so that no weight grows by more than a factor of 20. Ours."""
+"""Ours: batch_balanced raises a smaller RMS to this, so that no weight grows by more than a factor of 20."""
 EPSILON = 1e-8
 """SAW, DVAO: avoids division by zero (SAW's code, github.com/Zhaolutuan/SAW)."""
 
@@ -40,7 +40,7 @@ class Estimator(Protocol):
             weights_K: the run's reward weights.
             low_K: the lowest value of each reward's `range`; NaN without one.
             lengths_R: response tokens.
-            process_group: the ranks that share the batch; None for this one alone.
+            process_group: the ranks that share the batch; None if it is on this rank alone.
         """
         ...
 
@@ -76,8 +76,8 @@ def batch_balanced(
 ) -> tuple[Tensor, Tensor]:
     """GDPO with each reward's advantage A_k (Eq. 1) divided by its RMS over the batch before the sum (ours).
 
-    A sparse reward varies within few groups, and A_k is 0 in the others. So with equal weights, GDPO gives it
-    little of the sum. Unscored responses are left out of the RMS.
+    A sparse reward varies within few groups, and its A_k is 0 in all other groups. With equal weights, it
+    therefore adds little to GDPO's sum. Unscored responses are left out of the RMS.
     """
     columns = [gdpo_advantages(reward_R1, group_R, whiten=None) for reward_R1 in rewards_RK.split(1, dim=1)]
     square_K = torch.stack(columns, 1).square().sum(0)

@@ -191,7 +191,7 @@ def write_items(
 
 
 def show(suite: Suite, title: str, label: str, content: Mapping[str, Any], counts: Mapping[str, int]) -> None:
-    """Print the values with their intervals, then `counts`. The paper's rows come first."""
+    """Print a table: the paper's rows, if given, then the values with their intervals, and `counts`."""
     table = Table(title=Text(title))
     table.add_column("responses")
     for column in suite.columns:

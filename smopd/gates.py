@@ -23,9 +23,9 @@ def log_alpha(
     """Return the log of the teachers' weights: (M,) for the uniform gate, else (N, M).
 
     Args:
-        ids_NMS, logps_NMS: each teacher's top kappa, in descending order.
+        ids_NMS, logps_NMS: each teacher's top kappa tokens and their log-probabilities, in descending order.
         failure_RM: Eq. 19, in [0, 1], for each teacher's reward.
-        response_N: int64, the response of each token.
+        response_N: int64, the index of each token's response.
     """
     n_teachers = logps_NMS.shape[1]
     if gate.kind == "uniform":

@@ -72,7 +72,7 @@ class Progress:
     ahead: dict[str, Any] | None
     """Batch of the next step, if sampled ahead."""
     updates: int
-    """The student's updates after `step`."""
+    """Number of updates that the student has made by the end of `step`."""
 
 
 def optimise(run: Run) -> None:
@@ -180,7 +180,7 @@ def save(run: Run, progress: Progress) -> None:
 
 @contextmanager
 def saved_where_it_ends(run: Run, progress: Progress) -> Iterator[None]:
-    """Write a checkpoint if an error ends the run on all ranks between updates. Add the step to NonFinite."""
+    """Write a checkpoint if an error ends the run on all ranks between updates. NonFinite gets the step."""
     try:
         yield
     except NonFinite as error:

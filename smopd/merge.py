@@ -33,7 +33,7 @@ def merge(
     Args:
         models: Folders or hub ids of models with safetensors files, or LoRA adapter folders.
         output: A new folder.
-        base: The model that the others were trained from. Default for adapters: their own base.
+        base: The model that all of `models` were trained from. Default for adapters: their own base.
         scale: Scale of each task vector, or one for all.
         keep: Share of each tensor's changes to keep, largest first: one per model, or one for all.
         exclude: Regular expression of tensor names to leave unchanged: one per model, or one for all.

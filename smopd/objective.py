@@ -123,7 +123,7 @@ class Objective:
         return Signals(old_logp_N, target, ref_log_ratio_N)
 
     def advantages(self, batch: Batch, rewards_RK: Tensor, weights: list[float]) -> tuple[Tensor, Tensor]:
-        """Return (R,) advantages, 0 if not kept, and (R,) bool, whether each is kept; a collective call."""
+        """Return (R,) advantages, 0 for dropped responses, and (R,) bool: is it kept? A collective call."""
         unknown = (math.nan, math.nan)
         ranges = [each.range if isinstance(each.range, tuple) else unknown for each in self.settings.rewards]
         name = self.settings.advantage.estimator
@@ -245,7 +245,7 @@ def teacher_target(
 
 
 def teachers_rewards(settings: Settings, rewards_RK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each teacher's reward (R, M), and its range in the settings or the batch; collective."""
+    """Return each teacher's reward (R, M), and the (M,) ends of its range; a collective call."""
     names = [reward.name for reward in settings.rewards]
     columns = [names.index(teacher.reward) for teacher in settings.teachers.models]
     rewards_RM = rewards_RK[:, columns]

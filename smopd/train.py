@@ -19,7 +19,7 @@ from smopd.data.places import located
 from smopd.engine import process
 
 PARENT = "SMOPD_LAUNCHED_BY"
-"""Environment variable that `launch` gives its ranks: its own process id."""
+"""Environment variable in which `launch` gives its ranks its own process id."""
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 END_SECONDS = 30.0
 """Time that the other ranks have to end once one has failed."""
@@ -27,9 +27,9 @@ END_SECONDS = 30.0
 
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
-    if argv is None:  # no traceback until Stop handles it
+    if argv is None:  # until Stop handles it, Ctrl-C gives no traceback
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if PARENT in os.environ:  # so that no rank keeps writing without it
+    if PARENT in os.environ:  # so that no rank outlives `launch`
         process.die_with_parent(int(os.environ[PARENT]))
     command = parse(arguments)
     if command.dry_run:
@@ -42,16 +42,16 @@ def main(argv: list[str] | None = None) -> int:
         from smopd.run.pipeline import try_recipe
 
         return try_recipe(command)
-    if command.settings.processes > 1 and "RANK" not in os.environ:  # then this process is not a rank
+    if command.settings.processes > 1 and "RANK" not in os.environ:  # this process is no rank
         return launch(arguments, command.settings.processes)
     if argv is None:
-        gc.disable()  # imports make no garbage: this saves a second
+        gc.disable()  # saves a second: imports make no garbage
     from smopd.run.pipeline import run_recipe
 
     if argv is None:
-        gc.freeze()  # garbage collections take a third of a second less without the modules
+        gc.freeze()  # collections that skip the modules take a third of a second less
         gc.enable()
-    if PARENT in os.environ and "WORLD_SIZE" in os.environ:  # `launch` may have started fewer
+    if PARENT in os.environ and "WORLD_SIZE" in os.environ:  # `launch` may have started fewer ranks
         started = {"processes": int(os.environ["WORLD_SIZE"])}
         command = replace(command, settings=command.settings.model_copy(update=started))
     return run_recipe(command)
@@ -97,7 +97,7 @@ def launch(arguments: list[str], processes: int) -> int:
         held.bind(("", 0))
         port = held.getsockname()[1]
         if not sys.platform.startswith("linux"):
-            held.close()  # elsewhere rank 0 could not bind it either
+            held.close()  # outside Linux, rank 0 could not bind a held port
         shared = {
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)),
             **os.environ,

@@ -46,7 +46,7 @@ class Options(Selection):
     stage: Part = "all"
     """Part of the recipe to run."""
     change: bool = False
-    """Resume runs with other settings or inputs. Each change is recorded in the run folder."""
+    """Resume runs with changed settings or inputs. Each change is recorded in the run folder."""
     dry_run: bool = False
     """Print the plan. If the model is on this machine, call every reward once; exit with 1 if one fails."""
     show_settings: bool = False
@@ -59,7 +59,7 @@ class Options(Selection):
 class Command(Options):
     settings: Settings
     arguments: tuple[str, ...]
-    """As given."""
+    """The command line as given."""
 
 
 def parse(argv: list[str]) -> Command:
@@ -149,7 +149,7 @@ def read_settings(
 
 
 def describe(command: Command) -> str:
-    """Return the plan, as YAML comments after the settings if they are to be shown."""
+    """Return the plan. With `show_settings`, return the settings as YAML, with the plan as comments below."""
     settings = command.settings
     lines = [f"plan of {command.recipe}, in {settings.output}"]
     planned = plan(settings, command.stage, command.only)

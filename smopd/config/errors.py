@@ -34,7 +34,7 @@ _BOUNDS = {
 }
 _LONGEST_VALUE = 60
 ANSWERS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("renamed.yaml").read_text(encoding="utf-8"))
-"""Setting of an earlier version -> the rest of the message."""
+"""Setting of an earlier version -> what the error message says after its path."""
 
 
 def explain(error: ValidationError, origin: dict[Keys, str], prefix: Keys = ()) -> list[str]:
@@ -42,7 +42,7 @@ def explain(error: ValidationError, origin: dict[Keys, str], prefix: Keys = ()) 
     texts: dict[Keys, str] = {}
     for detail in error.errors(include_url=False):
         loc = detail["loc"]
-        branch = next((i for i, key in enumerate(loc) if "[" in str(key)), len(loc))  # of a union
+        branch = next((i for i, key in enumerate(loc) if "[" in str(key)), len(loc))  # where a union begins
         texts[loc[:branch]] = _message(detail, loc[:branch], branch < len(loc))
     meant = {text.rpartition("; did you mean ")[2] for text in texts.values()}
     missing = {keys for keys, text in texts.items() if text.startswith("missing, ")}
@@ -51,7 +51,7 @@ def explain(error: ValidationError, origin: dict[Keys, str], prefix: Keys = ()) 
 
 
 def line(keys: Keys, text: str, origin: dict[Keys, str]) -> str:
-    """Return `file:line: path: text`, with the place of `keys`, else of the nearest setting."""
+    """Return `file:line: path: text`. If `keys` has no place, `file:line` is that of the nearest setting."""
     known = tuple(int(key) if str(key).isdigit() else key for key in keys)
     around = [origin[known[:n]] for n in range(len(known), 0, -1) if known[:n] in origin]
     inside = [place for given, place in origin.items() if given[: len(known)] == known]
@@ -105,7 +105,7 @@ def is_setting(keys: tuple[str, ...]) -> bool:
 
 
 def _known(keys: Keys) -> tuple[str, ...] | None:
-    """Return `keys` as in `schemas`, or None if there is no such setting."""
+    """Return `keys` in the form of the keys of `schemas`, or None if there is no such setting."""
     path: tuple[str, ...] = ()
     for key in keys:
         tried = [(*path, name) for name in (str(key), "N" if isinstance(key, int) else "NAME")]

@@ -54,7 +54,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def text(self, data: str) -> yaml.ScalarNode:
-        next_line = "\x85" in data  # which only double quotes keep
+        next_line = "\x85" in data  # only double quotes keep this character
         return self.represent_scalar("tag:yaml.org,2002:str", data, '"' if next_line else None)
 
 
@@ -144,7 +144,7 @@ def _read(path: Path) -> Recipe:
 
 def _note(node: yaml.Node, keys: Keys, file: str, origin: dict[Keys, str], twice: list[str]) -> None:
     """Collect `file:line` of every value in the node, and repeated keys."""
-    if len(keys) > MAX_DEPTH or len(origin) > MAX_VALUES:  # aliases count each time
+    if len(keys) > MAX_DEPTH or len(origin) > MAX_VALUES:  # an alias counts each time
         line = node.start_mark.line + 1
         limits = f"at most {MAX_DEPTH} levels and {MAX_VALUES:,} values, with aliases written out"
         raise Mistakes([f"{file}:{line}: the recipe is too large, expected {limits}"])

@@ -22,7 +22,7 @@ Wrong = Iterator[tuple[str, str]]
 
 
 def check(settings: Settings, origin: dict[Keys, str]) -> list[str]:
-    """Return one line per mistake in the recipe, or if there is none, in its runs."""
+    """Return one line per mistake in the recipe or, if the recipe has none, per mistake in its runs."""
 
     def lines(own: Settings, found: Wrong, run: str = "") -> list[str]:
         """Return each mistake with its place: the recipe, or the `set` of the run."""

@@ -18,13 +18,13 @@ class Steps(NamedTuple):
 
     own: int
     total: int
-    """Own steps plus those of all runs that it needs."""
+    """The run's own steps plus those of all runs that it needs."""
     wall_clock: int
     """Steps in sequence if the teachers train in parallel."""
 
 
 def count_steps(own: Mapping[str, int], needs: Mapping[str, set[str]]) -> dict[str, Steps]:
-    """Return the steps of each run. `needs`: the runs that each is made from, if they come before it."""
+    """Return the steps of each run. `needs`: the runs that it is made from; later runs are ignored."""
     needed: dict[str, set[str]] = {}
     found: dict[str, Steps] = {}
     for run, steps in own.items():
@@ -72,7 +72,7 @@ def done_steps(settings: Settings, run: str) -> int | None:
 
 
 def is_done(settings: Settings, run: str) -> bool:
-    """Return whether a run has finished all steps of its settings, or `base` is made."""
+    """Return whether a run has finished all steps of its settings or, for `base`, whether it is made."""
     done = done_steps(settings, run)
     return done is not None and (run == BASE or done >= settings.resolved(run).loop.steps)
 

@@ -50,7 +50,7 @@ class Source(Section):
     map: ImportPath | None = None
     """`package.module:function` that returns a new row, or None to drop the row."""
     kwargs: dict[str, Any] = Field(default={})
-    """Keyword arguments of the function, or of datasets.load_dataset ({split: "test[:100]"})."""
+    """Keyword arguments of the function in `source`, or of datasets.load_dataset ({split: "test[:100]"})."""
 
 
 class Data(Section):
@@ -98,7 +98,7 @@ class Scoring(Section):
     memory_gib: float | None = Field(default=None, gt=0)
     """Address space limit of each reward process, GiB. Memory that libraries only reserve counts too."""
     special_tokens: bool = True
-    """Keep special tokens such as <think> in the text that rewards get, except one that ends a response."""
+    """Keep special tokens such as <think> in the text that rewards get, but not the response's end token."""
 
 
 class WarmStart(Section):
@@ -139,7 +139,7 @@ class Loss(Section):
     old_logps: Literal["recompute", "rollout"] = "recompute"
     """Old log-probabilities of the ratio: recomputed before the first update, or the rollout engine's."""
     importance_cap: float | None = Field(default=None, gt=0)
-    """Truncate importance weights between trainer and rollout engine; null: no importance weights."""
+    """Upper limit of importance weights between trainer and rollout engine; null: no importance weights."""
 
 
 class Gate(Section):
@@ -188,7 +188,7 @@ class Loop(Section):
     async_level: Literal[0, 1] = 0
     """1: sample the next batch during the current update, with the policy before the update."""
     timeout_seconds: float = Field(default=300.0, ge=1)
-    """End the run when a rank gives no sign of life for so long: it is suspended, or its host is gone."""
+    """End the run when a rank gives no sign of life for this long: it is suspended, or its host is gone."""
 
 
 class EvaluationSettings(Section):
@@ -215,7 +215,7 @@ class Log(Section):
     samples_per_step: int = Field(default=2, ge=0)
     """Number of responses of each step to write to samples.jsonl."""
     token_views: int = Field(default=4, ge=0)
-    """Number of times per run, evenly spaced, to write teachers' top tokens beside samples (tokens.jsonl)."""
+    """Number of evenly spaced steps per run for which to write samples with top tokens to tokens.jsonl."""
     trackers: list[Literal["mlflow", "swanlab", "tensorboard", "trackio", "wandb"] | ImportPath] = Field(
         default=[]
     )
@@ -268,7 +268,7 @@ class RolloutSettings(Section):
     turns: int = Field(default=8, ge=1)
     """Maximum responses in a conversation. max_new_tokens limits each one."""
     conversation_tokens: int | None = Field(default=None, ge=1)
-    """Maximum tokens of a conversation after its first prompt; null: enough for all turns, with answers as
+    """Maximum tokens of a conversation after its first prompt; null: enough for all turns if answers are as
     long as responses. A conversation ends when fewer than max_new_tokens are left."""
 
     @property
@@ -458,7 +458,7 @@ class Settings(Section):
             raise ValueError(str(error)) from None
 
     def resolved(self, run_name: str) -> Settings:
-        """Return the settings of one run: the recipe's with its `set` merged over them; ValidationError."""
+        """Return the settings of one run: its `set` merged over the recipe's. Raises ValidationError."""
         run = self.runs[run_name]
         own = merged(self.model_dump(), run.set)
         if own["advantage"]["estimator"] == "auto":

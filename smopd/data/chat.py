@@ -43,7 +43,7 @@ def read_messages(value: Sequence[Any]) -> tuple[Message, ...]:
 
 
 def read_tools(value: Any) -> list[Any] | None:
-    """Return a row's tools from a list of JSON schemas or its JSON text; None without tools."""
+    """Return a row's tools, which are a list of JSON schemas or its JSON text; None if there are no tools."""
     with suppress(ValueError, RecursionError):
         tools = json.loads(value) if isinstance(value, str) and value.strip() else value
         if not tools:
@@ -98,7 +98,7 @@ def render(
             failure = failure or error
             continue
         if any(str(part) in text for message in form for part in _parts(message)):
-            continue  # printed as Python objects
+            continue  # the template prints parts as Python objects
         if all(line.strip() in text for line in last):
             return text
         shown += [text] if text else []
@@ -151,7 +151,7 @@ def _template_start(tokenizer: PreTrainedTokenizerBase, template: str | None, op
 def response_texts(
     tokenizer: PreTrainedTokenizerBase, rollouts: Sequence[Rollout], *, special_tokens: bool = True
 ) -> list[str]:
-    """Decode responses without the token that ends them; `special_tokens` False drops all others too."""
+    """Decode responses without the token that ends them; `special_tokens=False` drops all special tokens."""
     special, ids = set(tokenizer.all_special_ids), []
     for rollout in rollouts:
         row = rollout.response_ids.tolist()

@@ -1,4 +1,4 @@
-"""Download data sets with pooch: each file from its public repository at a fixed commit, by checksum."""
+"""Download data sets with pooch: each file from its public repository at a fixed commit, with a checksum."""
 
 import gzip
 import hashlib

@@ -36,7 +36,7 @@ class File:
 
 @dataclass(frozen=True)
 class DataSet:
-    """A folder of files; `names` maps short names of files, without the data set's own, to the files."""
+    """A folder of files. `names` maps a file's short name, such as `test` of `rlla/test`, to the file."""
 
     name: str
     about: str

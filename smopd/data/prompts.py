@@ -32,11 +32,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Overlong: TypeAlias = Literal["drop", "truncate_left", "error"]
 
-CHARS_PER_TOKEN = 64  # ours: a text longer than the limit times this is too long; it is not tokenized
+CHARS_PER_TOKEN = 64  # ours: a text with more characters per allowed token is too long, and not tokenized
 ASCII = "".join(map(chr, range(128)))
 CHUNK_ROWS = 1024  # ours: rows tokenized at once
-WORKER_ROWS = 50_000  # ours: fewer are read in the time that a process takes to start
-MAX_WORKERS = 16  # ours: this process hashes as fast as this many read
+WORKER_ROWS = 50_000  # ours: fewer rows are read in the time that a process takes to start
+MAX_WORKERS = 16  # ours: one process hashes as fast as this many workers read
 _forked: list[Callable[[range], Checked]] = []
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # an object's address, which differs between processes
 
@@ -162,7 +162,7 @@ class Encoder:
         if limit is None:
             return [0] * len(texts)
         found = [len(text) // CHARS_PER_TOKEN for text in texts]
-        per_char = 1 if len(self.tokens([ASCII])[0]) <= len(ASCII) else 2  # 2: capitals may take two
+        per_char = 1 if len(self.tokens([ASCII])[0]) <= len(ASCII) else 2  # 2: capitals may take two tokens
         open_ones = [
             i
             for i, text in enumerate(texts)
@@ -207,13 +207,13 @@ def load_prompts(
 
     Args:
         source, kwargs: see `open_rows`.
-        prompt_column: column with a text, used as one user message, or with chat messages, also as JSON text.
+        prompt_column: column with a text (used as one user message) or chat messages (a list or JSON text).
         map: import path of a function row -> row, or None to leave the row out. Its rows are held in memory.
         max_prompt_tokens: maximum length with the chat template; None is no limit.
         overlong: "drop", "truncate_left" to the last max_prompt_tokens, or "error".
         chat_template_kwargs: further arguments of the chat template, such as {"enable_thinking": False}.
-        completion_column: for demonstrations: the column with the response as text. No reward scores these.
-        share: calls the function that checks the rows of files, such as `on_rank0` for all ranks of a host.
+        completion_column: for demonstrations: the column with the response as text. No reward scores it.
+        share: runs the check of rows from files; `on_rank0`, for example, runs it once for a host's ranks.
     Raises:
         FileNotFoundError: there is no such source.
         ValueError: a row is invalid or, for overlong="error", too long; a column has a reserved name; or no
@@ -305,7 +305,7 @@ def load_demonstrations(
 
 
 def batch_indices(n: int, batch_size: int, step: int, seed: int) -> list[int]:
-    """Return the indices of one step's prompts, a function of its arguments alone.
+    """Return the indices of one step's prompts. They depend on the arguments alone.
 
     Epochs are permutations of range(n) seeded by (seed, epoch), concatenated and cut into batches: every
     prompt comes once per epoch, and no batch is short.
@@ -361,7 +361,7 @@ def _mapped(rows: Sequence[Row | None], source: str, path: str) -> list[Row | No
 
 
 def _plain(value: Any) -> Any:
-    """Return the value with lists for arrays, which `repr` cuts, and for sets, whose order varies."""
+    """Return the value with lists in place of arrays, which `repr` cuts, and of sets, whose order varies."""
     if type(value) in (list, tuple):
         return type(value)(map(_plain, value))
     if type(value) is dict:

@@ -119,7 +119,7 @@ class JsonLines(Sequence[Row]):
         line = os.pread(file.fileno(), length, begin).rstrip(b"\n")
         try:
             row = json.loads(line.decode())
-        except (ValueError, RecursionError) as error:  # a number may be too long, or nested too deep
+        except (ValueError, RecursionError) as error:  # a number is too long, or a value nested too deep
             why, text = str(error), line[:60].decode(errors="replace")
             if isinstance(error, json.JSONDecodeError):
                 why = f"{error.msg}: character {error.pos + 1}"
@@ -177,7 +177,7 @@ def _call(source: str, options: dict[str, Any]) -> Iterable[Any]:
 
 @contextmanager
 def _unpacked(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file; a .gz file as an unpacked temporary one."""
+    """Open a file; a .gz file is unpacked into a temporary file first."""
     with open(path, "rb") as file:
         if path.suffix != ".gz":
             yield file
@@ -206,7 +206,7 @@ def _read_json(path: Path) -> list[Row] | None:
 
 
 def _read_arrow(path: Path, paths: Sequence[Path], split: str = "train", **options: Any) -> ArrowRows:
-    """Return the rows of files of one kind, or of a folder of datasets.save_to_disk or of data files."""
+    """Return the rows of files of one kind, of a folder of save_to_disk, or of a folder of data files."""
     from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset, load_from_disk
 
     names, kind = [str(each) for each in paths], paths[0].suffix[1:] if paths else ""

@@ -22,7 +22,7 @@ GPU_SHARE = 0.9  # ours: nothing else uses the GPU
 
 
 class Response(NamedTuple):
-    """A response. `finished` is whether it ended with an end token, None if unknown."""
+    """A response. `finished`: whether it ended with an end token; None if that is unknown."""
 
     text: str
     finished: bool | None = None
@@ -30,9 +30,10 @@ class Response(NamedTuple):
 
 
 def spread(groups: Sequence[str], limit: int) -> list[int]:
-    """Return ascending indices of `limit` items, or of all; ValueError if there are more groups than that.
+    """Return ascending indices of at most `limit` items; ValueError if there are more groups than `limit`.
 
-    Each group gets at least one item and otherwise its share (Sainte-Lague), evenly spaced inside the group.
+    `groups` has one label per item. Each group gets a proportional share of the limit (Sainte-Lague), but at
+    least one item. The chosen items of a group are evenly spaced.
     """
     members: dict[str, list[int]] = defaultdict(list)
     for index, group in enumerate(groups):
@@ -53,7 +54,7 @@ def spread(groups: Sequence[str], limit: int) -> list[int]:
 
 
 def given_responses(given: str, suite: Suite, whole: Sequence[Item]) -> tuple[Suite, list[Response]]:
-    """Return the responses of --responses, and the suite reduced to the items that have one.
+    """Return the responses of --responses, and the suite reduced to the items that have a response.
 
     Lines with a `key` (or `id`) may come in any order and cover part of the items. Lines without keys must
     answer all items of `whole`, the suite before --limit, in order. Decoded chats are cut to the response.

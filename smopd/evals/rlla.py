@@ -91,7 +91,7 @@ def load_rlla_items(path: str | Path, *, exclude: Iterable[Item] = ()) -> list[I
 
 
 def training_rows(path: str, exclude: str | None = None) -> list[dict[str, Any]]:
-    """Return a file's rows with `prompt` and `ground_truth`, without the chats in the file `exclude`."""
+    """Return a file's rows as `prompt` and `ground_truth`. Rows whose chat is in `exclude` are left out."""
     items = load_rlla_items(path, exclude=() if exclude is None else load_rlla_items(exclude))
     return [{"prompt": list(item.messages), "ground_truth": item.truth} for item in items]
 

@@ -39,7 +39,7 @@ class PreferenceOptions:
     """A preference model."""
 
     model: str
-    """A folder or hub id of a sequence classifier with one output. `url` needs only its tokenizer."""
+    """A folder or hub id of a sequence classifier with one output. With `url`, only its tokenizer is used."""
     sign: Literal[1, -1] = 1
     """-1 if lower scores are better, as for a cost model."""
     template: str | None = None

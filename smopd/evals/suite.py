@@ -69,7 +69,7 @@ class Suite(Protocol):
         ...
 
     def summary(self, groups: Sequence[str], scores: Sequence[Scores]) -> dict[str, float | None]:
-        """Return the values of the columns and any other values by name; None without a score.
+        """Return the columns' values and any other values, by name. A value without a score is None.
 
         groups and scores may repeat items, because the bootstrap calls this too.
         """
@@ -106,8 +106,8 @@ class Evaluation:
     model: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """A model folder or hub id. One response per item is sampled."""
     responses: Annotated[str | None, tyro.conf.arg(metavar="FILE|ground-truth")] = None
-    """JSON lines with `response` or `completion`: one per item in order, or in any order with `key`. Also a
-    SUITE_items.jsonl, a result file of bfcl-eval, or ground-truth."""
+    """A file of JSON lines with `response` or `completion`: one per item in order, or in any order if each
+    line has a `key`; SUITE_items.jsonl and bfcl-eval's result files work, too. Or the word ground-truth."""
     engine: Literal["local", "vllm"] = "local"
     """The sampling engine."""
     data: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint=DATA_HINT)] = None
@@ -137,7 +137,7 @@ class Evaluation:
         raise NotImplementedError
 
     def prepare(self, suite: Any) -> None:
-        """Load what scoring needs, before sampling starts. Raises as `suite`."""
+        """Load what scoring needs, before sampling starts. Raises the same errors as `suite`."""
 
     def settings(self, suite: Any) -> dict[str, Any]:
         """Return suite settings and costs to write to SUITE.json."""
@@ -169,7 +169,7 @@ def require_at_least(options: Any, prefix: str = "--", **least: int) -> None:
 
 
 def group_files(data: Path, names: Mapping[str, str], what: str) -> dict[str, Path]:
-    """Map groups to files: all groups if `data` is a folder, one if it is a file; `what` names the data."""
+    """Map groups to files: all groups if `data` is a folder, one if it is a file. `what` is for messages."""
     expected = ", ".join(names.values())
     if data.is_file():
         found = {group: data for group, name in names.items() if name == data.name}

@@ -1,4 +1,4 @@
-"""The base model: a path, or built by a factory, with a warm start if the recipe has one."""
+"""The base model: it has a path or is built by a factory, and gets the recipe's warm start, if any."""
 
 import shutil
 from contextlib import ExitStack
@@ -42,7 +42,7 @@ def model_path(settings: Settings, folder: Path, name: str) -> str:
 def initial_model(settings: Settings, folder: Path) -> str:
     """Return the path of the model before any training.
 
-    A factory builds it in `folder`. Each command builds it again until there is a result.
+    A factory's model is saved in `folder`. Each command builds it anew until a run has a result.
     """
     origin = settings.model
     if origin.factory is None:
@@ -76,7 +76,7 @@ def initial_model(settings: Settings, folder: Path) -> str:
 
 
 def _require_as_saved(factory: str, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Raise ValueError if a saved model cannot be used, or its tokenizer encodes differently than before."""
+    """Raise ValueError if a saved model cannot be used, or encodes a text differently than `tokenizer`."""
     saved = load_tokenizer(folder)
     require_usable(folder, saved)
     if saved(PROBE)["input_ids"] != tokenizer(PROBE)["input_ids"]:
@@ -97,7 +97,7 @@ def make_base(
 ) -> None:
     """Train the model at `path` on the demonstrations, if any, and export it to `folder`.
 
-    It resumes from its own checkpoint, which it writes as a run does and removes at the end.
+    The training resumes from its own checkpoint, which is written as in a run and removed at the end.
     """
     warm = settings.warm_start
     steps, every = warm.steps if warm else 0, settings.checkpoint.every

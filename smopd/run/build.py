@@ -24,7 +24,7 @@ from smopd.run.failures import UnusableInput, error_context
 
 log = logging.getLogger(__name__)
 TRANSFER_FOLDER = "SMOPD_TRANSFER_FOLDER"
-"""Environment variable: folder for weights of servers on other hosts, with the same path on each."""
+"""Environment variable: the folder, with the same path on every host, for weights of remote servers."""
 LONG_ROPE = (
     "%s: vLLM uses long RoPE factors for all sequences, because some may have %d positions; training uses "
     "short factors up to %d positions, so log-probabilities will differ"
@@ -98,7 +98,7 @@ def teacher_engine(
     device: torch.device,
     role: str = "teachers",
 ) -> TeacherEngine | None:
-    """Return an engine for the frozen models or adapters at `paths`, None without paths.
+    """Return an engine for the frozen models or adapters at `paths`, or None if there are no paths.
 
     `tokenizer` and `vocabulary` are the student's. Models of different roles never share a vLLM engine.
     """
@@ -143,9 +143,10 @@ def require_models(settings: Settings, runs: list[PlannedRun], tokenizer: PreTra
 
 
 def require_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str, owner: str = "the student") -> None:
-    """Raise ValueError if the model or adapter at `path` has another tokenizer than its owner.
+    """Raise ValueError if the model or adapter at `path` has another tokenizer than `tokenizer`.
 
-    Extra tokens in one of them are allowed: models of one family differ in their special tokens.
+    `owner` names whose `tokenizer` is in the message. Either tokenizer may have extra tokens, because models
+    of one family differ in their special tokens.
     """
     adapter = read_adapter(path)
     try:

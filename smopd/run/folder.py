@@ -53,8 +53,8 @@ UNTRAINED = ("seed", "model.", "warm_start.")
 OF_EVALUATION = ("evaluation.", "data.evaluation", "data.max_evaluation_tokens", "rewards.", "rollout.")
 """Further settings that the base model's evaluation depends on."""
 RESULTS = ("start", "merge.json", "export", "done.json", "evaluation.json")
-"""Files and folders of a run, besides its steps, that other settings would invalidate."""
-DIGITS = 12  # ours: of a digest, in messages
+"""Files and folders of a run, besides its metrics and checkpoints, that a change of settings invalidates."""
+DIGITS = 12  # ours: how many digits of a digest a message shows
 Parts: TypeAlias = Mapping[str, Mapping[str, str]]
 """Setting -> part of the input -> digest; see identity.py."""
 VERSIONS = "versions"
@@ -75,12 +75,12 @@ class Change(NamedTuple):
 
     @property
     def lengthens(self) -> bool:
-        """Whether it only adds steps to the run."""
+        """Whether the change only adds steps to the run."""
         return self.setting == "loop.steps" and self.run != BASE and self.now > self.was
 
     @property
     def reshapes(self) -> bool:
-        """Whether the run's checkpoints do not fit any more."""
+        """Whether the change makes the run's checkpoints unusable."""
         made = ("model.factory", "model.kwargs", "student.lora.rank", "student.lora.targets")
         return self.setting.startswith((*made, "student.optimizer"))
 
@@ -90,7 +90,7 @@ class Change(NamedTuple):
 
 @contextmanager
 def lock_run_dir(folder: Path, settings: Settings, *, change: bool = False) -> Iterator[None]:
-    """Lock the directory until this process ends; a collective call. `change` allows other settings.
+    """Lock the directory until this process ends; a collective call. `change` allows changed settings.
 
     Raises:
         RunDirLocked: another command holds the lock or the lease, or the directory cannot be written, or the
@@ -124,7 +124,7 @@ def lock_run_dir(folder: Path, settings: Settings, *, change: bool = False) -> I
 
 
 def refuse(folder: Path, what: str, found: Sequence[Change], *, change: bool = False) -> None:
-    """Raise ConfigMismatch for any change but more steps; with `change`, only if checkpoints do not fit."""
+    """Raise ConfigMismatch unless changes only add steps; with `change`, only if one reshapes a run."""
     if refused := [str(each) for each in found if each.reshapes or not (change or each.lengthens)]:
         advice = "" if any(each.reshapes for each in found) else ", or add --change"
         message = f"{folder} holds runs with other {what}; give another --output{advice}:"
@@ -132,7 +132,7 @@ def refuse(folder: Path, what: str, found: Sequence[Change], *, change: bool = F
 
 
 def begun_runs(folder: Path, settings: Settings) -> list[str]:
-    """Return the runs, and the base model, with a result: a step, a start, an export or an evaluation."""
+    """Return those of BASE and the runs that have a result: a step, a start, an export or an evaluation."""
     return [name for name in (BASE, *settings.runs) if _has_result(folder / name)]
 
 
@@ -180,7 +180,7 @@ def public(settings: Settings) -> Settings:
 
 
 def settings_of(settings: Settings, name: str) -> dict[str, Any]:
-    """Return the settings that the result of a run, or of the base model, depends on, by dotted path."""
+    """Return, by dotted path, the settings that the result of a run (or of the base model) depends on."""
     if name == BASE:
         own = {key: value for key, value in flat(settings.model_dump()).items() if key.startswith(OF_BASE)}
     else:
@@ -199,7 +199,7 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def input_changes(folder: Path, settings: Settings, before: Parts, now: Parts) -> list[Change]:
-    """Return the parts of inputs of begun runs that differ."""
+    """Return the input parts of begun runs that differ between `before` and `now`."""
     found = []
     for run in begun_runs(folder, settings):
         for setting in sorted(before.keys() & now.keys()):
@@ -215,7 +215,7 @@ def input_changes(folder: Path, settings: Settings, before: Parts, now: Parts) -
 
 
 def record_changes(folder: Path, settings: Settings, found: Sequence[Change]) -> None:
-    """Write changes to each run's changes.jsonl, with the step where they begin; remove its evaluation."""
+    """Write each change and its first step to its run's changes.jsonl; remove an invalidated evaluation."""
     for each in found:
         run = folder / each.run
         step = max([done_steps(settings, each.run) or 0, *saved_steps(run / "checkpoints")])
@@ -246,10 +246,11 @@ def write_settings(
     *,
     change: bool = False,
 ) -> None:
-    """Write settings, inputs and environment of a command; `change` allows other inputs. A collective call.
+    """Write a command's settings, inputs and environment; a collective call. `change` allows changed inputs.
 
-    environment.json describes the first command, commands.jsonl all of them, the other files the newest.
-    `inputs` returns digests by setting and part, `arguments` are those of `smopd train`.
+    environment.json describes the first command, commands.jsonl all commands, and the other files the newest
+    command. `inputs` returns digests, keyed by setting and part of the input; `arguments` is the command line
+    after `smopd train`.
     """
 
     def write() -> None:
@@ -294,10 +295,10 @@ def known_inputs(folder: Path) -> dict[str, Any]:
 
 
 def compare_inputs(folder: Path, settings: Settings, now: Parts, *, change: bool) -> None:
-    """Compare digests with those of earlier commands, record changes and keep them.
+    """Compare digests with those of earlier commands, record the changes, and keep the new digests.
 
     Raises:
-        ConfigMismatch: a begun run had other inputs (other than versions), and `change` is False.
+        ConfigMismatch: an input of a begun run (other than a version) has changed, and `change` is False.
     """
     before = known_inputs(folder)
     found = input_changes(folder, settings, before, now)
@@ -310,7 +311,7 @@ def compare_inputs(folder: Path, settings: Settings, now: Parts, *, change: bool
 def environment() -> dict[str, Any]:
     """Return the versions and the machine of this process."""
     there = [found for name in PACKAGES for found in importlib.metadata.distributions(name=name)]
-    installed = {found.name: found.version for found in reversed(there)}  # Python imports the first of two
+    installed = {found.name: found.version for found in reversed(there)}  # the first of two is imported
     return {
         "smopd": __version__,
         "git": _checkout(),
@@ -330,7 +331,7 @@ def _checkout() -> str | None:
     git = ["git", "-C", str(file.parent)]
     options: dict[str, Any] = {"capture_output": True, "text": True, "check": True, "timeout": 30}
     try:
-        subprocess.run([*git, "ls-files", "--error-unmatch", file.name], **options)  # not another checkout
+        subprocess.run([*git, "ls-files", "--error-unmatch", file.name], **options)  # else another project's
         described = subprocess.run([*git, "describe", "--always", "--dirty", "--abbrev=40"], **options)
         return described.stdout.strip()
     except (OSError, subprocess.SubprocessError):

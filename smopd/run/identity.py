@@ -20,9 +20,9 @@ from smopd.engine.weights.adapters import read_adapter
 from smopd.run.folder import FREE, Parts, flat, public
 from smopd.run.inputs import ROWS, Inputs
 
-WHOLE_BYTES = 64 << 20  # ours: of a larger file, its size, its time and samples are compared
+WHOLE_BYTES = 64 << 20  # ours: larger files are compared by size, time and samples
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # ours
-HIDDEN_DIGITS = 4  # ours
+HIDDEN_DIGITS = 4  # ours: of the digest of a redacted value
 MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt", ".tiktoken", ".jinja", ".py"}
 TEMPLATES = "additional_chat_templates"  # transformers' folder of named templates
 PACKAGES = ("site-packages", "dist-packages")
@@ -44,7 +44,7 @@ def identity(settings: Settings, inputs: Inputs, initial: str) -> Parts:
             found[setting] = parts
     shown = flat(public(settings).model_dump(mode="json"))
     for setting, value in flat(settings.model_dump(mode="json")).items():
-        if value != shown.get(setting) and not setting.startswith(FREE):  # too short a digest to reveal it
+        if value != shown.get(setting) and not setting.startswith(FREE):  # too few digits to reveal it
             digest = hashlib.sha256(str(value).encode()).hexdigest()[:HIDDEN_DIGITS]
             found.setdefault(setting, {})["redacted"] = digest
     return found
@@ -73,7 +73,7 @@ def hub_commit(name: str) -> dict[str, str]:
 
 
 def hub_commits(settings: Settings) -> Parts:
-    """Return the commits of the hub's models, to compare again after loading, which may fetch newer ones."""
+    """Return the commits of the hub's models. Loading may fetch newer ones, so they are compared again."""
     found = {setting: hub_commit(value) for setting, value in named(settings)}
     return {setting: parts for setting, parts in found.items() if parts}
 
@@ -86,7 +86,7 @@ def named(settings: Settings) -> Iterator[tuple[str, str]]:
 
 
 def model_parts(folder: Path) -> dict[str, str]:
-    """Return the digests of a model's files, or of its manifest, which is verified where it is used."""
+    """Return digests of a model's files, or only its manifest's, which is verified when the model is used."""
     if (manifest := folder / MANIFEST).is_file():
         return {MANIFEST: file_digest(manifest)}
     files = sorted(path for path in (*folder.glob("*"), *folder.glob(f"{TEMPLATES}/*")) if path.is_file())
@@ -94,7 +94,7 @@ def model_parts(folder: Path) -> dict[str, str]:
 
 
 def _digest(path: Path) -> str:
-    """Return the SHA-256 of a file, or of the size, time and samples of a large one."""
+    """Return the SHA-256 of a file or, if the file is large, of its size, time and samples."""
     facts = path.stat()
     if facts.st_size <= WHOLE_BYTES:
         return file_digest(path)
@@ -160,7 +160,7 @@ def _imported(name: str, file: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            with suppress(ImportError):  # above the top package
+            with suppress(ImportError):  # a relative import leaves the top package
                 relative = "." * node.level + (node.module or "")
                 base = importlib.util.resolve_name(relative, package)
                 yield from (base, *(f"{base}.{alias.name}" for alias in node.names))

@@ -1,4 +1,4 @@
-"""The lease: a file with the host and process at work in a run directory. Locks may not reach other hosts."""
+"""The lease: a file that names the process and host at work in a run directory. Locks may be host-local."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from smopd.record.progress import say
 
 FILE = ".lease"
 BEAT_SECONDS = 5.0  # ours
-STALE_SECONDS = 20.0  # ours: if a lease is not renewed for so long, its command has ended
+STALE_SECONDS = 20.0  # ours: if a lease is not renewed for this long, its command has ended
 TRIES, TRY_SECONDS = 10, 1.0  # ours: a network file system may show a file late
 
 
@@ -77,10 +77,10 @@ def require_shared(folder: Path, held: dict[str, Any]) -> None:
 
 
 def _wait_for_other_hosts(path: Path) -> None:
-    """Raise RunDirLocked if the lease of another host is renewed; no clocks are compared."""
+    """Raise RunDirLocked if another host renews its lease while this one waits. Clocks are not compared."""
     first, end = _read(path), time.monotonic() + STALE_SECONDS
     here = {"host": socket.gethostname(), "boot": _boot()}
-    if not first or here.items() <= first.items():  # the lock decides on this host
+    if not first or here.items() <= first.items():  # on this host the lock decides
         return
     say(f"{path.parent}: waiting {STALE_SECONDS:g} seconds to see whether {_holder(first)} is still at work")
     while time.monotonic() < end:
@@ -92,7 +92,7 @@ def _wait_for_other_hosts(path: Path) -> None:
 
 
 def _moved(folder: Path, inode: int) -> bool:
-    """Return whether the folder has been replaced or removed; False if its disk is gone for a while."""
+    """Return whether the folder has been replaced or removed; False while its disk cannot be reached."""
     try:
         return folder.stat().st_ino != inode
     except OSError as error:
@@ -107,7 +107,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _boot() -> str:
-    """Return the id of this host's boot (Linux). Hosts of one image may share a name."""
+    """Return the id of this host's boot (Linux). Hosts made from one image may share a name."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""

@@ -87,7 +87,7 @@ class RunContext:
             self.whole.add(path)
 
     def teacher_path(self, name: str) -> str:
-        """Return the path of a teacher: the adapter alone if a run trained one."""
+        """Return the path of a teacher: its adapter alone if a run trained it as an adapter."""
         adapter = Path(self.model_path(name)) / "adapter"
         trained_here = name in self.settings.runs and self.settings.resolved(name).student.lora is not None
         return str(adapter) if trained_here else self.model_path(name)
@@ -131,7 +131,7 @@ def run_recipe(command: Command) -> int:
                 lost = distributed.is_lost(error)
                 say_error("error: another rank has ended" if lost else traceback.format_exc())
             return 1
-    return 128 + stop.number if stop.number else 0  # a signal while the command ended
+    return 128 + stop.number if stop.number else 0  # it came while the command ended
 
 
 def try_recipe(command: Command) -> int:
@@ -309,7 +309,7 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
 
 
 def view_merged(context: RunContext, name: str, merge: Merge) -> None:
-    """Add the merged models' scores to a token view; they are loaded one after the other, on rank 0."""
+    """Add the merged models' scores to the run's token view. Rank 0 loads one model after the other."""
     settings, path = context.settings.resolved(name), context.model_path(name)
     tokenizer = load_tokenizer(path)
     vocabulary = describe(path, tokenizer)[0].get_text_config().vocab_size
@@ -369,7 +369,7 @@ def start_of(
 
 
 def evaluate(context: RunContext, name: str, held_out: PromptSet) -> None:
-    """Write `evaluation.json` and every response of a run, unless they exist."""
+    """Write `evaluation.json` and every response of a run, unless these files exist."""
     folder, path = context.folder / name, context.model_path(name)
     if distributed.on_rank0((folder / "evaluation.json").exists):
         return

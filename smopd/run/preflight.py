@@ -33,12 +33,12 @@ log = logging.getLogger(__name__)
 GROUND_TRUTHS = ("ground_truth", "answer", "solution", "completion", "response", "output", "target")
 """Ours: columns that may hold a right answer; the first one with text is tried."""
 GROSS_MISMATCH = 0.3  # ours, nats per token: rounding and lower precisions stay below it
-TRIED_TOKENS = 16  # ours: of the response that try_engine compares
+TRIED_TOKENS = 16  # ours: length of the response that try_engine compares
 NEWEST_TESTED = {"torch": "2.14", "transformers": "5.23", "triton": "3.8"}  # see CONTRIBUTING.md
 
 
 def newer_than_tested() -> str | None:
-    """Return a line that names installed packages newer than tested ones, apart from patch releases."""
+    """Return a line that names packages newer than their tested versions; patch releases do not count."""
     newer = [
         f"{package} {version(package)} (tested up to {tested})"
         for package, tested in NEWEST_TESTED.items()
@@ -81,12 +81,13 @@ def try_rewards(
 ) -> dict[str, bool]:
     """Score the prompt's ground truth and an empty answer, and print what they earn; a collective call.
 
-    Each is a call of its own. With an environment they are conversations of one response.
+    Each answer is scored in its own call. With an environment, it is a conversation of one response.
 
     Returns:
-        Each reward that failed, with True if there was a ground truth and it failed on both answers.
+        Reward -> whether there was a ground truth and the reward failed on both answers, not just one.
+        Only rewards that failed are included.
     """
-    row = prompt.columns.get("reward_model")  # verl's
+    row = prompt.columns.get("reward_model")  # verl's column
     columns = {**(row if isinstance(row, Mapping) else {}), **prompt.columns}
     column = next((name for name in GROUND_TRUTHS if isinstance(columns.get(name), str)), None)
     answers = {"an empty answer": ""}

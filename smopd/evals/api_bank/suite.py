@@ -20,8 +20,8 @@ Parser = Literal["first", "last", "published"]
 """How calls are parsed.
 
 first: the first tool_call block, if both tags occur. last: the last block, or bare JSON. published: GD2PO's
-scripts with ToolRL's matcher. They read from the first opening to the next closing tag, and also accept a
-JSON string of a call and a bare object of the true parameters. A number instead of a call fails the response.
+scripts with ToolRL's matcher. They read from the first opening to the next closing tag. They also accept a
+call inside a JSON string, and the true parameters alone. A number instead of a call fails the response.
 """
 Outcome = Literal["exact", "wrong_arguments", "wrong_tool", "no_call"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
@@ -84,7 +84,7 @@ def _equal(call: ApiCall, true: ApiCall) -> bool:
 
 
 def load_items(data: Path) -> list[Item]:
-    """Load the items of a folder or of one level's file. Keys have the form of the paper's L1-8."""
+    """Load the items of a folder or of one level's file. A key is LEVEL-ROW, as in the paper's L1-8."""
     items = []
     for level, path in group_files(data, FILES, "API-Bank data").items():
         for index, row in enumerate(load_rows(str(path))):
@@ -161,8 +161,8 @@ class ApiBankEvaluation(Evaluation):
     default_data: ClassVar[str] = "api_bank"
 
     parser: Parser = "first"
-    """How calls are parsed: first tool_call block with both tags; last block or bare JSON; or the published
-    scorer."""
+    """How calls are parsed. first: the first tool_call block, if both tags occur; last: the last block, or
+    bare JSON; published: as the published scorer does."""
     judge: JudgeSettings = field(default_factory=JudgeSettings)
 
     def suite(self) -> ApiBank:

@@ -1,7 +1,8 @@
 """BFCL's data folder and AST checker, from the package bfcl-eval.
 
 `pip install --no-deps` is enough. The checker imports the package's model registry, and with it every
-vendor's client library, only to look up whether a model writes underscores. A stub replaces the registry.
+vendor's client library, only to look up whether a model writes underscores for the dots in function names. A
+stub replaces the registry.
 """
 
 import importlib
@@ -43,7 +44,7 @@ def find_mistake(
 ) -> str | None:
     """Return the checker's first error, or None for a correct response.
 
-    calls: arguments of Java and JavaScript are source strings; answers: in parallel categories in any order.
+    calls: Java and JavaScript arguments are source strings. answers: parallel categories accept any order.
     """
     language = language_of(category)
     longest = max((len(str(value)) for call in calls for value in call.arguments.values()), default=0)

@@ -13,13 +13,13 @@ from typing import Any
 from smopd.evals.bfcl.official import Call, Function, language_of
 from smopd.evals.responses import is_call, read_json
 
-MAX_CHARS = 16_384  # ours: 1024 new tokens have about 5,000
+MAX_CHARS = 16_384  # ours: 1024 new tokens have about 5,000 characters
 NO_CALL = "none"  # ToolRL: the name of the tool to call if no tool fits
 SYSTEM = Path(__file__).with_name("rlla_prompt.txt").read_text(encoding="utf-8").rstrip("\n")
 TOOLS = "{tools}"  # the placeholder in SYSTEM
 
 _LANGUAGES = {"python": "Python 3", "java": "Java 8", "javascript": "JavaScript"}
-# At the end of each user record.
+# The text at the end of each user record.
 _HINT = (
     "If no tool fits, or a required parameter is missing, say so without a tool call, or call the tool None. "
     "Otherwise make the tool call or calls that complete the task in this turn."
@@ -72,7 +72,7 @@ def shown_functions(functions: Sequence[Function], category: str) -> list[dict[s
 
 
 def read_calls(response: str) -> list[Call]:
-    """Return the calls of a response, skipping other lines; ValueError if there are only other lines."""
+    """Return the calls of a response; lines that are no calls are skipped. ValueError if all lines are."""
     _, opened, block = response.rpartition("<tool_call>")
     block = block.split("</tool_call>", 1)[0] if opened else ""
     if len(block) > MAX_CHARS:

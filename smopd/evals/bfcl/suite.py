@@ -1,8 +1,8 @@
 """BFCL v4, single turn: the 2,501 AST items and the relevance sets.
 
-Data and AST checker come from the package bfcl-eval. As in BFCL, a response to an irrelevance item is correct
-without a readable call, and a response to a live_relevance item with one. Unreadable calls are counted
-separately. AST, the mean of non-live and live, is the paper's; the other means are BFCL's.
+Data and AST checker come from the package bfcl-eval. As in BFCL, an irrelevance item is correct if the
+response has no readable call, a live_relevance item if it has one. Unreadable calls are counted separately.
+The paper reports AST, the mean of non-live and live; the other means are BFCL's.
 """
 
 import json
@@ -201,7 +201,7 @@ def summarise(accuracies: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def missing_parts(summary: Mapping[str, float | None]) -> list[str]:
-    """Return the parts of Overall that did not run, with the missing categories of one that ran in part."""
+    """Return the parts of Overall that did not fully run. Categories missing from a part are in brackets."""
     missing = []
     for part, (_, name, categories) in OVERALL.items():
         absent = [category for category in categories if summary.get(category) is None]
