@@ -96,7 +96,7 @@ def without_secrets(text: str, known: list[str] | None = None) -> str:
 
 
 def redacted(value: Any, name: str = "", known: list[str] | None = None) -> Any:
-    """Return the value for a file: values of secret names, and what `without_secrets` finds, are replaced."""
+    """Return the value for a file: secret names' values, and what `without_secrets` finds, are replaced."""
     secret, known = _SECRET_NAME.fullmatch(name), _of_environment() if known is None else known
     if isinstance(value, dict):
         return {key: redacted(inner, name if secret else str(key), known) for key, inner in value.items()}

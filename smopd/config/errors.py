@@ -61,7 +61,7 @@ def line(keys: Keys, text: str, origin: dict[Keys, str]) -> str:
 
 @cache
 def schemas() -> dict[tuple[str, ...], Schema]:
-    """Return the JSON schema of every section, setting and entry by its keys; N is an index, NAME a key."""
+    """Return the JSON schema of every section, setting and entry by its keys. N: any index. NAME: any key."""
     whole = Settings.model_json_schema()
     found: dict[tuple[str, ...], Schema] = {}
 

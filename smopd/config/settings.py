@@ -215,7 +215,7 @@ class Log(Section):
     samples_per_step: int = Field(default=2, ge=0)
     """Number of responses of each step to write to samples.jsonl."""
     token_views: int = Field(default=4, ge=0)
-    """Number of evenly spaced steps per run for which to write samples with top tokens to tokens.jsonl."""
+    """Number of evenly spaced steps per run whose samples go to tokens.jsonl with teachers' top tokens."""
     trackers: list[Literal["mlflow", "swanlab", "tensorboard", "trackio", "wandb"] | ImportPath] = Field(
         default=[]
     )
@@ -350,7 +350,7 @@ class Merge(Section):
     models: list[MergedModel] = Field(default=[])
     """weights: the models to merge; empty: every teacher, with the guard's default choices."""
     guard: Guard | None = Guard()
-    """weights: how to find the best merge to start from; null: start from the only one, untested."""
+    """weights: how to find the best merge to start from; null: start from the only merge, untested."""
 
     def choices(self) -> int:
         return math.prod(len(each.keep) * len(each.exclude) for each in self.models)
@@ -430,7 +430,7 @@ class Settings(Section):
 
     @property
     def waiting_seconds(self) -> float:
-        """Longest wait for another rank: for the slowest reward, conversation or server, at least
+        """Longest wait for another rank: enough for the slowest reward, conversation or server, at least
         TRAINING_SECONDS."""
         taught = [each.model for each in self.teachers.models]
         urls = [*self.rollout.urls, *filter(is_url, taught)]

@@ -166,7 +166,7 @@ def _parts(message: Message) -> Sequence[Any]:
 
 
 def _forms(chat: Sequence[Message]) -> Iterator[Sequence[Message]]:
-    """Yield the chat as given, then with texts for parts or parts for texts, which a template may need."""
+    """Yield the chat as given, then with parts turned into texts or vice versa, as a template may need."""
     yield chat
     has_parts = any(_parts(message) for message in chat)
     other = []

@@ -97,7 +97,7 @@ def load_teacher(trainer: Any, teacher: Any) -> Any:
         teacher = utils.create_model_from_path(name, AutoModelForCausalLM, **loading)
     else:
         name = teacher.name_or_path or type(teacher).__name__
-        try:  # the folder that the model was loaded from may have one
+        try:  # the model's folder may hold a tokenizer
             tokenizer = AutoTokenizer.from_pretrained(teacher.name_or_path or "", local_files_only=True)
         except (OSError, ValueError):
             tokenizer = None

@@ -50,7 +50,7 @@ class Policy(Client):
                 raise error
             return None
         prompt, known = asked.result(), self.read
-        self.read = len(prompt) + 1  # with the response to come
+        self.read = len(prompt) + 1  # counts the response to come
         return list(prompt[known:])
 
 

@@ -72,7 +72,7 @@ class SmopdLossConfig(worker_config.DistillationLossConfig):  # type: ignore[nam
     """verl's DistillationLossConfig, plus the settings of the mixture. verl's `topk` is kappa.
 
     teacher_weights: alpha by teacher key, summing to 1; None: equal.
-    merge: merge equal tokens of the teachers (Eq. 5), or keep them separate (Eq. 6).
+    merge: True merges equal tokens of the teachers (Eq. 5), False keeps them separate (Eq. 6).
     tail: add a bucket for all tokens outside the support.
     """
 
@@ -184,7 +184,7 @@ ESTIMATORS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "smopd_gdpo_tokens": (gdpo_advantages, {"whiten": "tokens"}),
     "smopd_gd2po": (gd2po_advantages, {"whiten": "tokens"}),
 }
-# Rewards from the v1 trainer's queue during its step, which itself fetches only ids and tensors.
+# Rewards that we fetch from the v1 trainer's queue during its step: verl fetches only ids and tensors.
 REWARDS: dict[str, Any] = {}
 
 
@@ -270,7 +270,7 @@ def compute_advantage(data: Any, adv_estimator: Any, *args: Any, **kwargs: Any) 
 
 @in_place_of(teacher_model.MultiTeacherModelManager)
 def _initialize_teacher_model_managers(self: Any) -> None:
-    """Compare the tokenizers that can be read here before starting the teachers' servers."""
+    """Before the teachers' servers start, compare those tokenizers that can be read on this machine."""
     settings = self.distillation_config
     if settings.distillation_loss.loss_mode == LOSS_MODE:
         student = self.config.actor_rollout_ref.model

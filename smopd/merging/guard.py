@@ -28,7 +28,7 @@ from smopd.step.held_out import answers, means
 from smopd.step.rewards import Rewarder
 
 log = logging.getLogger(__name__)
-SEED_OFFSET = 2_000_003  # ours: separates its draws from those of training and evaluation
+SEED_OFFSET = 2_000_003  # ours: separates the guard's draws from those of training and evaluation
 WHOLE, LEFT_OUT = Part(), Part(scale=0.0)
 
 Rewards = dict[str, float]
@@ -52,9 +52,9 @@ class Judged:
     score: float
     """The sum of the rewards with the run's weights."""
     lost: dict[str, float | None]
-    """By model, the share of its gain that the candidate lacks. None if the model gained nothing."""
+    """Model -> the share of the model's gain that the candidate lacks; None if the model gained nothing."""
     excess: float
-    """The largest loss beyond max_regression over the models; 0 without one."""
+    """How far the worst loss of a model exceeds its max_regression; 0 if no loss does."""
     out: str | None
     """Why the candidate is rejected; None if it is accepted."""
 
@@ -81,7 +81,7 @@ def alone(merge: Merge) -> list[Candidate]:
 
 
 def levels(merge: Merge) -> list[list[Candidate]]:
-    """Return the sums and the plain sum, without duplicates, grouped from untrimmed to most trimmed."""
+    """Return the given sums and the plain sum once each, in groups from untrimmed to most trimmed."""
     seen = {each.parts for each in alone(merge)}
     found: dict[tuple[float, ...], list[Candidate]] = {}
     for each in [Candidate("plain sum", (WHOLE,) * len(merge.models)), *given(merge)]:
@@ -103,7 +103,7 @@ def _name(merge: Merge, parts: Sequence[Part]) -> str:
 def judged(
     rows: Sequence[tuple[Candidate, Rewards]], models: Sequence[MergedModel], weights: Rewards
 ) -> list[Judged]:
-    """Return the guard's verdicts on `rows`, which are first those of `alone`, then sums.
+    """Return the guard's verdicts on `rows`. These are first the candidates of `alone`, then sums.
 
     A sum is accepted if it loses at most max_regression of each model's gain and scores at least as high as
     every accepted baseline. weights: the run's weight of each reward.

@@ -57,8 +57,8 @@ class Part:
 class TaskVectors:
     """Models and their common base: folders or hub ids with safetensors files; also folders of LoRA adapters.
 
-    Raise FileNotFoundError, or ValueError if a model's tensors differ from the base's in name or shape, its
-    config in an entry of CONFIG, or an adapter has another base or is not plain LoRA.
+    Raise FileNotFoundError if files are missing. Raise ValueError if a model's tensors differ from the base's
+    in name or shape, if configs differ in CONFIG, or if an adapter has another base or is not plain LoRA.
     """
 
     def __init__(self, base: str, models: Sequence[str], device: torch.device | str = "cpu"):
@@ -176,7 +176,7 @@ class ModelFiles:
                 text = f"{entry} is {ours[entry]!r}, {theirs[entry]!r} in that of the base {base.path}"
                 raise ValueError(f"{self.path}: in its config, {text}")
         matrices = [name for name, shape in base.shapes.items() if len(shape) > 1]
-        for name in matrices[len(matrices) // 2 :][:1]:  # any shows if models were trained apart
+        for name in matrices[len(matrices) // 2 :][:1]:  # any one shows whether models were trained apart
             stored = base.read(name)
             changed = self.read(name).float() - stored.float()
             if stored.is_floating_point() and stored.float().norm() < changed.norm():
@@ -232,7 +232,7 @@ def _half(layer: str, half: str) -> str:
 
 
 def folder_of(path: str) -> Path:
-    """Return a model's folder: `path`, or the hub cache after a download if needed."""
+    """Return a model's folder: `path`, or its folder in the hub cache, after a download if needed."""
     place = place_of(path)
     if Path(place).is_dir():
         return Path(place)

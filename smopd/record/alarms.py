@@ -35,7 +35,7 @@ ADVICE = {
     "per teacher and leaves out tokens outside the top kappa; opd.target merged with opd.tail true is full",
 }
 STEPS = {"rare": 10, "no gradient": 3, "mismatch": 1, "skipped": 1, "unscorable": 1, "negative": 1}
-"""Steps in a row until an alarm is reported; 5 for all others."""
+"""How many steps in a row an alarm holds until it is reported; 5 for alarms not listed."""
 
 
 def holding(values: Values, first: Values) -> dict[str, bool]:
@@ -89,7 +89,7 @@ class Watch:
 def alarms_of(lines: Iterable[Values]) -> list[tuple[int, str, bool]]:
     """Return every alarm in a run's metrics: its step, its advice, and whether it holds in the last step."""
     watch = Watch()
-    steps = [line for line in lines if "grad_norm" in line]  # not those of evaluations
+    steps = [line for line in lines if "grad_norm" in line]  # without the lines of evaluations
     due = [(int(line["step"]), advice) for line in steps for advice in watch.see(line)]
     last = {ADVICE[name] for name, holds in holding(steps[-1], steps[0]).items() if holds} if due else set()
     return [(step, advice, advice in last) for step, advice in due]

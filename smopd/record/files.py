@@ -26,7 +26,7 @@ class JsonlLog:
             append_line(self.path, _encoded(record))
 
     def replace(self, records: Sequence[dict[str, Any]]) -> None:
-        """Write these lines instead of all others, atomically."""
+        """Replace all lines of the file by `records`, atomically."""
         write_atomically(self.path, b"".join(map(_encoded, records)))
 
     def flush(self) -> None:
@@ -40,7 +40,7 @@ class JsonlLog:
         return [record for _, record in self._lines()]
 
     def cut(self, after_step: int) -> None:
-        """Remove lines of later steps and an incomplete last line, atomically.
+        """Remove the lines of steps after `after_step` and an incomplete last line, atomically.
 
         Raises:
             DamagedFile: a complete line is invalid. The file is not changed.

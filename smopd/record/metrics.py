@@ -31,7 +31,7 @@ class Metrics:
         self._longest: dict[str, float] = {}
 
     def add(self, name: str, values: Tensor | float, *, spread: bool = False) -> None:
-        """Add values to a mean, ignoring NaN. `spread` adds the standard deviation."""
+        """Add values to a mean, ignoring NaN. With `spread`, the standard deviation is reported, too."""
         values = torch.as_tensor(values, dtype=torch.float64).flatten().cpu()
         values = values[~values.isnan()]
         moments = torch.stack([values.new_tensor(len(values)), values.sum(), values.square().sum()])

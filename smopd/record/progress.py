@@ -19,7 +19,7 @@ from rich.table import Column
 from smopd.engine.process import discard, tell
 from smopd.names import printable
 
-PLAIN_LINES = 10  # ours, about
+PLAIN_LINES = 10  # ours: an approximate number
 PACE_SECONDS = 60.0  # ours: the time left is extrapolated from the last minute
 FIELDS = {
     "nll": ("nll", ".3f"),

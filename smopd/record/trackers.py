@@ -77,7 +77,7 @@ def _swanlab(folder: Path, project: str, run: str, settings: dict[str, Any], sta
 
 
 def _kept_id(file: Path) -> str:
-    """Return the id of a run, which it keeps if it resumes."""
+    """Return the id of a run from `file`, so that a resumed run keeps its id."""
     if not file.exists():
         file.write_text(uuid.uuid4().hex)
     return file.read_text()

@@ -10,9 +10,9 @@ from smopd.report.tables import heading
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 460, 250, 52, 12, 10, 40
 _POINTS = 200  # approximate limit per line
-_DOTS = 12  # a line of at most this many points shows each
+_DOTS = 12  # a line of at most this many points shows a dot for each
 _SMOOTHED = 20  # a curve of the overview averages 1/20 of its steps
-_PLANES = 3  # limit of the charts of one reward against another
+_PLANES = 3  # maximum number of charts of one reward against another
 
 Lines = Sequence[Mapping[str, Any]]
 """Lines of a .jsonl file of a run."""
@@ -54,10 +54,10 @@ _SECTIONS = {
 def overview(
     metrics: Mapping[str, Lines], rewards: Sequence[str], begins: Mapping[str, int], time: str
 ) -> Iterator[dict[str, Any]]:
-    """Yield the charts of one reward against another, and that of the sum of rewards over time.
+    """Yield the charts of one reward against another, and the chart of the sum of rewards over time.
 
-    `begins` has the wall-clock step at which each run starts, after the runs that it needs; `time` is the
-    title of that axis.
+    `begins` has the wall-clock step at which each run starts, after the runs that it needs. `time` is the
+    title of the axis of wall-clock steps.
     """
     keys = [f"reward/{name}/mean" for name in rewards]
     curves = {run: rows for run, lines in metrics.items() if (rows := smoothed(lines, keys))}
@@ -83,7 +83,7 @@ def smoothed(lines: Lines, keys: Sequence[str]) -> list[tuple[float, ...]]:
 def sections(
     metrics: Mapping[str, Lines], begins: Mapping[str, int], time: str, teachers: Sequence[str]
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yield title and charts of each section that is not empty. `teachers` are labels."""
+    """Yield title and charts of each section that is not empty. `teachers` are the teachers' labels."""
     keys = dict.fromkeys(key for lines in metrics.values() for line in lines for key in line)
     if "kl" not in keys:  # no run has teachers: lambda is 0
         keys.pop("opd_coef", None)
@@ -143,7 +143,7 @@ def scale(values: Sequence[float], begin: float, end: float) -> tuple[list[float
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
     """Return round values that enclose the range, about `most` of them."""
-    least = max(1e-9 * max(abs(low), abs(high)), 1e-300)  # less is rounding
+    least = max(1e-9 * max(abs(low), abs(high)), 1e-300)  # a smaller span is rounding
     span = high - low if high - low > least else max(abs(high), 1e-3)
     power = 10.0 ** math.floor(math.log10(span / most))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power * most >= span * 0.999)

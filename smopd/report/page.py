@@ -68,7 +68,7 @@ def write_report(path: str | os.PathLike[str], report: Report) -> None:
         report=report,
         labels=labels,
         colours=colours,
-        baselines=baselines if len(baselines) < len(report.kinds) else (),  # dashed beside others
+        baselines=baselines if len(baselines) < len(report.kinds) else (),  # dashed, if other runs are shown
         palette=PALETTE,
         best=_best(report),
         alarms={run: due for run, lines in report.metrics.items() if (due := alarms_of(lines))},

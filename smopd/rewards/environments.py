@@ -24,7 +24,7 @@ ENVIRONMENTS = {
 """Built-in names of `rollout.environment`."""
 THREADS = 64  # ours: answers of synchronous environments that run at once
 MOST_BYTES = 1 << 20  # ours: a longer answer is an error
-MOST_ERROR_CHARS = 2000  # ours, of a traceback's end
+MOST_ERROR_CHARS = 2000  # ours: of the end of a traceback
 
 
 class Environment(Protocol):
@@ -66,7 +66,7 @@ class EnvironmentHost:
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="environment")
 
     def reply(self, loop: asyncio.AbstractEventLoop, begin: bool, items: Mapping[int, Any]) -> list[Any]:
-        """Begin a conversation about each row, dropping earlier ones, or answer each message."""
+        """With `begin`, drop all conversations and begin one about each row; else answer each message."""
         loop.set_default_executor(self.threads)
         if begin:
             self.states = {}

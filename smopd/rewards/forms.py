@@ -6,11 +6,11 @@
     f(completion, answer)                                                  verifiers': one, as messages
 
 A function that takes no response is a factory, such as TRL's get_soft_overlong_punishment: it is called once
-with the setting `kwargs` and returns one of these. A class is always one.
+with the setting `kwargs` and returns a function of one of these forms. A class is always a factory.
 
 TRL passes a completion to a chat as messages, [{"role": "assistant", "content": text}]. A function whose
-first argument is `completions`, or whose setting `completions` is "messages", gets this form too. It gets
-all messages of a conversation with an environment, and other functions get its text with all turns.
+first argument is `completions`, or whose setting `completions` is "messages", gets this form too. Such a
+function gets all messages of a conversation with an environment. Other functions get the text of all turns.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RewardFunction:
     accepts: frozenset[str] | None
     needs: Sequence[str]
     single: bool
-    """Called for each response."""
+    """Whether the function is called once per response."""
     messages: bool
 
     @classmethod

@@ -38,10 +38,10 @@ T = TypeVar("T")
 GRACE_SECONDS = 1.0  # ours: time for a worker to exit after it has closed the pipe
 ATTEMPTS = 2  # ours: a call that fails as a whole is repeated once
 LOG_BYTES = 16 << 20  # ours: a larger log of what rewards print is emptied
-LOG_SECONDS = 1.0  # ours: how often its size is read during a call
+LOG_SECONDS = 1.0  # ours: how often the log's size is read during a call
 LARGEST_REPLY = 1 << 30  # ours, bytes
 FAILURE_KINDS = ("exception", "timeout", "length", "worker_died", "nonfinite", "none", "environment")
-"""Why a response has no score; the first four apply to a whole call. The last: its environment failed."""
+"""Why a response has no score. The first four concern a whole call, the last a failed environment."""
 
 
 class RewardError(Failure, RuntimeError):
@@ -66,8 +66,8 @@ class RewardBatch:
 
     rewards_RK: float64; NaN if a response could not be scored.
     texts: the responses as the rewards see them.
-    failures: unscorable responses by reward and kind. Every kind of FAILURE_KINDS is present, and they add up
-        to the reward's NaNs. `none` counts values of None.
+    failures: number of unscorable responses by reward and kind. Every kind of FAILURE_KINDS is present, and
+        the numbers add up to the reward's NaNs. `none` counts values of None.
     last_errors: error of each reward that failed in this batch, with the end of the traceback.
     restarts: worker restarts of each reward since the pool was created.
     """
@@ -84,7 +84,7 @@ class RewardBatch:
 class Worker:
     """A user's function in its own process, started when needed and restarted after it has died.
 
-    arguments: those of the host, after the function's path.
+    arguments: what the host's class gets after the function's path.
     """
 
     host = ""
@@ -104,7 +104,7 @@ class Worker:
     _replies: Connection = field(init=False)
 
     def start(self) -> None:
-        """Start the process and load the function, unless that is done; CallFailed if it fails."""
+        """Start the process and load the function, unless that is done; CallFailed if either fails."""
         if self._process is not None:
             # Between calls, the reply pipe is readable only if the worker closed it.
             if self._process.poll() is None and not self._replies.poll():
@@ -220,7 +220,7 @@ class RewardWorker(Worker):
             raise CallFailed(failed.kind, f"{self.name}: {self.function} {failed}") from None
 
     def score(self, request: bytes, responses: int) -> tuple[list[float], dict[str, int], str | None]:
-        """Score a pickled request, twice if a call fails. Return values, failures by kind, last error.
+        """Score a pickled request, again if the call fails. Return values, failures by kind, last error.
 
         Raise RewardError only if the function can never score.
         """
@@ -295,7 +295,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         self._each(RewardWorker.start)
 
     def require_columns(self, columns: Sequence[str]) -> None:
-        """Raise RewardError if an argument of a function is not among `columns`, those of the data.
+        """Raise RewardError if an argument of a function is not among `columns`, the columns of the data.
 
         Later calls pass None for a column that is absent from all rows of a batch.
         """
@@ -319,7 +319,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
     ) -> RewardBatch:
         """Score R completions with all K rewards; `columns` has R values per column of the data.
 
-        conversations: the messages of each completion that is a conversation, else None.
+        conversations: for each completion, its messages if it is a conversation, else None.
         """
         responses = len(completions)
         columns = {**dict.fromkeys(self._columns, [None] * responses), **columns}

@@ -89,7 +89,7 @@ def _chat(prompt: Any, completion: str, index: int) -> Chat:
 def _encode(
     chats: Sequence[Chat], tokenizer: PreTrainedTokenizerBase, max_tokens: int, model: str, side: str
 ) -> list[list[int]]:
-    """Return the token ids of each chat, truncated on `side`; none if the template refuses the chat."""
+    """Return the token ids of each chat, truncated on `side`; no ids if the template refuses it."""
     texts, refusals = [], []
     for chat in chats:
         try:

@@ -66,15 +66,15 @@ def accuracy_reward(
 ) -> list[float]:
     """Return how well the tool calls of each completion match its ground truth, in `score_range`.
 
-    S is the Jaccard index of the two multisets of tool names, plus one term for each true call. The term
-    compares the best unused prediction of the same name: the Jaccard index of the parameter names, plus the
-    number of equal values.
+    S is the Jaccard index of the two multisets of tool names, plus one term for each true call. The term is
+    that of the best unused predicted call of the same name: the Jaccard index of the two calls' parameter
+    names, plus the number of equal values.
 
         reward = lo + (hi - lo) * S / (1 + sum over true calls of (1 + number of parameters))
 
-    Only the first `<tool_call>` block counts, with one JSON object per line. The order of calls and keys
-    besides `name` and `parameters` are ignored; equality is Python's (`True == 1`, `"1" != 1`). A missing
-    tag or an invalid block scores lo. A ground truth without a call scores 0.
+    Only the first `<tool_call>` block counts, with one JSON object per line. The order of calls is ignored,
+    and so are keys other than `name` and `parameters`. Equality is Python's (`True == 1`, `"1" != 1`). A
+    missing tag or an invalid block scores lo. A ground truth without a call scores 0.
 
     score_range: (lo, hi); the paper's is (-3, 3), ToolRL's "max 1" variant (-1, 1).
     """

@@ -4,10 +4,10 @@
 
 READ and WRITE are inherited pipe ends (multiprocessing.connection). BYTES limits the address space; 0: no
 limit. A message begins with a number of 8 bytes, which a reply repeats, so that late replies are recognized.
-Requests are pickled, because columns may hold dates, bytes or arrays. The first one has the arguments of the
-class HOSTS[HOST] after the path, each later one those of its method `reply`. Replies are JSON, because the
-parent must not unpickle what a worker wrote: `{"values": [...]}` or `{"error": ...}`, with `"hopeless": true`
-if no call can succeed.
+Requests are pickled, because columns may hold dates, bytes or arrays. The first request has the arguments of
+the class HOSTS[HOST] after the path, each later request the arguments of its method `reply`. Replies are
+JSON, because the parent must not unpickle what a worker wrote: `{"values": [...]}` or `{"error": ...}`, with
+`"hopeless": true` if no call can succeed.
 
 The function runs in a child process. This process only waits, and kills everything the function started
 when the parent is gone. A thread could not do that: a function may never release the interpreter lock.
@@ -85,7 +85,7 @@ class RewardHost:
         self.function = RewardFunction.load(path, kwargs, completions)
 
     def reply(self, loop: asyncio.AbstractEventLoop, *request: Any) -> list[float | None]:
-        """Return the scores for the function's arguments or, given one argument, check all column names."""
+        """Return the scores for the function's arguments; check a single argument, the column names."""
         if len(request) == 1:
             self.function.require_columns(*request)
             return []
@@ -121,7 +121,7 @@ def _number(value: Any) -> float:
 
 
 def _fork(parent_pid: int, read_fd: int, write_fd: int) -> None:
-    """Return in a child process; this one waits for it, and kills everything once the parent is gone."""
+    """Return in a child process. This process waits for it, and kills everything once the parent is gone."""
     supervisor = os.getpid()
     adopt_orphans()  # so that processes that left the process group can be found
     worker = os.fork()
@@ -141,7 +141,7 @@ def _fork(parent_pid: int, read_fd: int, write_fd: int) -> None:
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     ended, status = os.waitpid(-1, 0)
-    while ended != worker:  # an orphan that was adopted
+    while ended != worker:  # it was an adopted orphan
         ended, status = os.waitpid(-1, 0)
     code = os.waitstatus_to_exitcode(status)
     kill_below(supervisor)

@@ -37,7 +37,7 @@ from smopd.rewards.pool import CallFailed, RewardError, Worker
 log = logging.getLogger(__name__)
 GRACE_SECONDS = 5.0  # ours: for the environment's process to report answers that took too long
 NEUTRAL = "ANSWER"
-"""A response in place of the sampled one, for templates that print earlier responses differently."""
+"""Stands in for a sampled response when text is rendered: templates may print responses differently later."""
 
 
 class EnvironmentWorker(Worker):
@@ -46,7 +46,7 @@ class EnvironmentWorker(Worker):
     host = "environment"
 
     def ask(self, items: Mapping[int, Any], *, begin: bool = False) -> list[Answer]:
-        """Answer the message of each conversation, or begin new ones about rows and forget all others."""
+        """Answer each conversation's message or, with `begin`, forget all and start one about each row."""
         if not items:
             return []
         try:
@@ -64,7 +64,7 @@ class EnvironmentWorker(Worker):
 
 
 class Environments(AbstractContextManager["Environments"]):
-    """Context manager of this rank's environments: one worker per environment and choice of arguments."""
+    """Context manager of this rank's environments: one worker per environment and set of arguments."""
 
     def __init__(self, log_path: Path | None = None, memory_bytes: int = 0):
         self.own: dict[str, Any] = {"log_path": log_path, "memory_bytes": memory_bytes}
@@ -175,7 +175,7 @@ class Conversations:
                 replace(sampling, n=1),
             )
         if any(transcript.ended == "timeout" for transcript in transcripts):
-            self.environment.end()  # ends what still runs there
+            self.environment.end()  # ends the environment's calls that still run
         if drifted := sum(transcript.drift for transcript in transcripts):
             log.warning(
                 "rollout.environment: in %d of %d conversations the chat template prints earlier turns "
@@ -223,7 +223,7 @@ class Conversations:
         """Return the template's text between a response and the next one, and whether there is drift."""
         content = transcript.prompt.content
         chat = ({"role": "user", "content": content},) if isinstance(content, str) else content
-        if chat[-1]["role"] == "assistant":  # the first response begins with it
+        if chat[-1]["role"] == "assistant":  # the first response begins with this message
             chat = chat[:-1]
         whole = self._render(transcript.prompt, (*chat, *transcript.messages, *answers))
         if whole.startswith(transcript.text):

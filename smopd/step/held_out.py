@@ -31,7 +31,7 @@ def evaluate_held_out(
     Returns:
         Means over prompts and samples, and every response; equal on every rank. For each kind, greedy and
         sampled: `kind/<reward>`, the sum `kind/sum`, `kind/truncated`, and `kind/<reward>/unscorable`, the
-        share of responses without a score. None if no response has a score.
+        share of responses without a score. A value is None if no response has a score.
     """
     limit, samples = settings.rollout.max_new_tokens, settings.evaluation.samples
     kinds = {"greedy": Sampling(n=1, temperature=0.0, max_new_tokens=limit)}
@@ -77,7 +77,7 @@ def answers(
 
 
 def means(names: Sequence[str], items: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    """Return each reward's mean over scored responses, their sum, and the shares unscored and truncated."""
+    """Return each reward's mean over scored responses, the means' sum, and shares unscored and truncated."""
     result: dict[str, float | None] = {}
     for name in names:
         scored = [item["rewards"][name] for item in items if item["rewards"][name] is not None]

@@ -23,7 +23,7 @@ unless it is the first and every response failed."""
 
 
 def replaced(was: RewardBatch, rows: Sequence[int], now: RewardBatch) -> RewardBatch:
-    """Return the rewards `was` with `now` at `rows`; failures are added up."""
+    """Return the rewards `was`, with those at `rows` replaced by `now`. Failures of both are added up."""
     rewards_RK, texts = was.rewards_RK.clone(), list(was.texts)
     rewards_RK[list(rows)] = now.rewards_RK
     for row, text in zip(rows, now.texts, strict=True):
@@ -47,7 +47,7 @@ class Rewarder:
     pool: RewardPool
     tokenizer: PreTrainedTokenizerBase
     scoring: Scoring
-    """Its limit of unscored responses applies to a window of training steps, and to each other batch."""
+    """Its limit of unscored responses applies to a window of training steps or, elsewhere, to each batch."""
     window_steps: int = 1
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class Rewarder:
         Args:
             prompts: one per rollout. A conversation whose environment failed is left unscored.
             step: training step from 0, passed to the rewards as a column; None outside of training.
-            check: count unscored responses. False for responses that replace others of the step.
+            check: whether to limit unscored responses; False for responses that replace others of the step.
         Raises:
             RewardError: a dimension left too many responses of all ranks unscored. Raised on every rank.
         """
@@ -86,7 +86,7 @@ class Rewarder:
         return scored
 
     def _check(self, scored: RewardBatch, *, training: bool) -> None:
-        """Raise RewardError if a dimension is over the limit; a collective call."""
+        """Raise RewardError if a dimension left too many responses unscored; a collective call."""
         ranks = distributed.gather_objects(replace(scored, texts=()))
         responses = sum(len(rank.rewards_RK) for rank in ranks)
         share = self.scoring.max_unscorable_share

@@ -21,11 +21,11 @@ from smopd.step.rewards import Rewarder, replaced
 from smopd.step.stop import StaleRollout, all_or_raise
 
 ATTEMPT_STEPS = 1 << 20
-"""Ours: a replacement prompt is taken from so many steps later, which no run reaches."""
+"""Ours: a replacement prompt is one of a step that is this many steps later, which no run reaches."""
 
 
 class Sampler:
-    """Sampler of this rank's rollouts of each step. `ahead` is the result of `settle` before a resume."""
+    """Sampler of this rank's rollouts of each step. `ahead`: what `settle` returned before a resume."""
 
     def __init__(
         self,
@@ -46,18 +46,18 @@ class Sampler:
             self._begun[ahead["step"]] = self._thread.submit(self._batch, ahead["step"], rollouts)
 
     def take(self, step: int) -> Batch:
-        """Return the batch of `step`, and begin the next one if sampling is ahead; a collective call.
+        """Return the batch of `step`, and begin the next one if `loop.async_level` is 1; a collective call.
 
         Raises:
-            StaleRollout, NoServer, NonFinite: on every rank, if it happened on one.
+            StaleRollout, NoServer, NonFinite: raised on every rank if one rank fails.
         """
         return all_or_raise(lambda: self._take(step))
 
     def again(self, step: int, attempt: int, batch: Batch, flat: Sequence[int]) -> Batch:
         """Return the batch with prompts of a later epoch in place of this rank's groups `flat`.
 
-        A collective call; see `take`. `attempt` counts from 1. The prompts depend only on it, on the step and
-        on the places of the groups in the step.
+        A collective call; see `take`. `attempt` counts from 1. The prompts depend only on `step`, `attempt`
+        and the places of the groups in the step.
         """
 
         def replace() -> Batch:
@@ -90,13 +90,13 @@ class Sampler:
         return batch
 
     def begin(self, step: int) -> None:
-        """Start sampling `step` with the current policy, if sampling is ahead and has not started."""
+        """Start sampling `step` with the current policy, if this is due ahead and has not started."""
         loop = self.settings.loop
         if loop.async_level and step < loop.steps and step not in self._begun:
             self._begun[step] = self._thread.submit(self._batch, step)
 
     def settle(self) -> dict[str, Any] | None:
-        """Wait for the engine, and return the batch sampled ahead for a checkpoint; a collective call."""
+        """Wait for the engine. Return the batch sampled ahead, for the checkpoint; a collective call."""
         for step, begun in self._begun.items():
             return {"step": step, "rollouts": [vars(each) for each in all_or_raise(begun.result).rollouts]}
         return None
@@ -113,7 +113,7 @@ class Sampler:
         chosen = batch_indices(n, loop.prompts_per_step, step, self.settings.seed)
         places = positions(len(chosen), loop.updates_per_step, distributed.rank(), distributed.world_size())
         first = step * loop.prompts_per_step
-        groups = [(first + place) // n * n + i for place, i in enumerate(chosen)]  # epoch and prompt
+        groups = [(first + place) // n * n + i for place, i in enumerate(chosen)]  # encode epoch and prompt
         return places, [(self.prompts[chosen[place]], groups[place]) for share in places for place in share]
 
     def _sampled(self, asked: Sequence[tuple[Prompt, int]]) -> list[Rollout]:
@@ -139,14 +139,14 @@ def resample(
     """Score the batch and replace groups without variance, up to rollout.resample times; a collective call.
 
     Groups whose responses all earn the same, in every reward, add nothing to the gradient. DAPO's dynamic
-    sampling looks at the sum of the rewards, which may be equal where each reward differs.
+    sampling compares sums of rewards, which may be equal although the rewards differ.
 
     Args:
-        weights: those of the rewards. A reward of weight 0 is ignored.
+        weights: one per reward. A reward of weight 0 is ignored.
         phase: Metrics.phase, which times parts of the step.
     Returns:
-        The batch, its rewards, and how many prompts of this rank were replaced. The last attempt stays,
-        whatever it earned.
+        The batch, its rewards, and how many prompts of this rank were replaced. Responses of the last attempt
+        stay, whatever they earned.
     """
     options, n_replaced = sampler.settings.rollout, 0
     with phase("rewards"):

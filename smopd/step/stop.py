@@ -46,7 +46,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.number = 0
-        """Signal that arrived while postponed."""
+        """Signal that arrived while signals were postponed."""
         self._postponed = False
         self._first = 0.0  # time.monotonic() of the first signal
         self._before: dict[int, Any] = {}

@@ -29,7 +29,7 @@ class TeacherScores:
     ref_logp_N: Tensor | None
     """Log-probabilities of the reference policy at the rollouts' temperature; None without a reference."""
     seconds: float
-    """Duration, whether or not the step waited for it."""
+    """Duration of the scoring, whether or not the step waited for it."""
     dropped: int
     """Teacher entries outside the tokenizer's vocabulary, on this rank."""
 

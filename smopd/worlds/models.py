@@ -26,7 +26,7 @@ WORLD_CHAT_TEMPLATE = (
 def world_model(
     seed: int, *, pieces: Sequence[str] | None = None, vocab_size: int | None = None, **sizes: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Make an fp32 Qwen2 model of `sizes`, and a tokenizer whose tokens are `pieces` (None: of toy_world).
+    """Make an fp32 Qwen2 model of `sizes`, and a tokenizer whose tokens are `pieces` (None: toy_world's).
 
     vocab_size: see `qwen2_model`; None is the tokenizer's size.
     """

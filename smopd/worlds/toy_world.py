@@ -131,8 +131,9 @@ def in_sloppy_format(
 ) -> list[str]:
     """Return the pieces of an answer with `call`, which has the exact format at the rate format_rate.
 
-    Five independent decisions make up the format. No prefix, the call on its own line and no trailer are each
-    right at EASY_RATE; a think block and one newline after it at equal rates that give the wanted product.
+    Five independent decisions make up the format. Three are right at EASY_RATE: no prefix, the call on its
+    own line, and no trailer. The other two are a think block and one newline after it. These are right at
+    equal rates, so that the product of all five rates is format_rate.
 
     wrong_separators: replacements of the newline between think block and call, drawn uniformly.
     """

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 PACKAGE = "bfcl_eval"
 INSTALL = "pip install --no-deps bfcl-eval==2026.3.23"
-# Ours: the package's Java patterns take cubic time in a value's length. The longest true value has 152.
+# Ours: the package's Java patterns take cubic time in a value's length. True values have at most 152.
 MAX_SOURCE_CHARS = 1_000
 MODEL = "smopd"
 
