@@ -180,7 +180,7 @@ def save(run: Run, progress: Progress) -> None:
 
 @contextmanager
 def saved_where_it_ends(run: Run, progress: Progress) -> Iterator[None]:
-    """Write a checkpoint if an error ends the run on all ranks between updates. NonFinite gets the step."""
+    """Write a checkpoint if an error ends all ranks between updates. Add the step to NonFinite's message."""
     try:
         yield
     except NonFinite as error:

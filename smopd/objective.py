@@ -123,7 +123,7 @@ class Objective:
         return Signals(old_logp_N, target, ref_log_ratio_N)
 
     def advantages(self, batch: Batch, rewards_RK: Tensor, weights: list[float]) -> tuple[Tensor, Tensor]:
-        """Return (R,) advantages, 0 for dropped responses, and (R,) bool: is it kept? A collective call."""
+        """Return (R,) advantages, 0 if not kept, and (R,) bool, whether each is kept; a collective call."""
         unknown = (math.nan, math.nan)
         ranges = [each.range if isinstance(each.range, tuple) else unknown for each in self.settings.rewards]
         name = self.settings.advantage.estimator

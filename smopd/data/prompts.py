@@ -157,7 +157,7 @@ class Encoder:
             raise ValueError(f"{self.source}: row {index}: {error}") from error
 
     def counts(self, texts: Sequence[str]) -> list[int]:
-        """Return the number of tokens of each text, estimated for one surely within or over the limit."""
+        """Return each text's number of tokens, estimated if the text is surely within or over the limit."""
         limit = self.max_prompt_tokens
         if limit is None:
             return [0] * len(texts)
@@ -239,7 +239,7 @@ def load_prompts(
 
 
 def _check_all(encoder: Encoder, rows: Sequence[Row | None]) -> Checked:
-    """Check all rows; `content` is the digest itself. Raises ValueError as `load_prompts`."""
+    """Check all rows; the result's `content` is the digest. Raises ValueError as `load_prompts`."""
     kept, counts, columns, digest = array("q"), [0, 0, 0], dict[str, None](), hashlib.sha256()
     for checked in _in_chunks(partial(encoder.check, rows), len(rows)):
         kept.extend(checked.kept)
@@ -259,7 +259,7 @@ def _check_all(encoder: Encoder, rows: Sequence[Row | None]) -> Checked:
 
 
 def _in_chunks(check: Callable[[range], Checked], rows: int) -> Iterator[Checked]:
-    """Yield the result of each CHUNK_ROWS rows in order. Forked processes check them if rows are many."""
+    """Yield the result of each CHUNK_ROWS rows in order. If rows are many, forked processes check them."""
     parts = [range(begin, min(begin + CHUNK_ROWS, rows)) for begin in range(0, rows, CHUNK_ROWS)]
     workers = min(os.cpu_count() or 1, rows // WORKER_ROWS, MAX_WORKERS)
     if workers < 2:

@@ -113,7 +113,7 @@ class Evaluation:
     data: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint=DATA_HINT)] = None
     """The items: a folder, one of its files, or a short name."""
     limit: int | None = None
-    """Number of items to evaluate, evenly spread over the groups, the same in every run."""
+    """Number of items to evaluate. They are spread evenly over the groups and are the same in every run."""
     output: Path = Path("runs/evaluate")
     """Output folder."""
     max_new_tokens: int = 1024
@@ -169,7 +169,7 @@ def require_at_least(options: Any, prefix: str = "--", **least: int) -> None:
 
 
 def group_files(data: Path, names: Mapping[str, str], what: str) -> dict[str, Path]:
-    """Map groups to files: all groups if `data` is a folder, one if it is a file. `what` is for messages."""
+    """Map groups to files: all groups if `data` is a folder, else one. Errors call the data `what`."""
     expected = ", ".join(names.values())
     if data.is_file():
         found = {group: data for group, name in names.items() if name == data.name}

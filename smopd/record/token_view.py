@@ -39,7 +39,7 @@ def token_records(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, student:
 
 
 def texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """Return the text that each token adds to the response; the last token of a character has all of it.
+    """Return the text that each token adds to the response; the last token of a character adds all of it.
 
     Each token is decoded after the one before it, because some tokenizers drop the first token's space.
     """

@@ -1,4 +1,4 @@
-"""Result tables for a terminal and the report, and colors of methods for the report and docs' figures."""
+"""Result tables for a terminal and the report, and the methods' colors there and in the docs' figures."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

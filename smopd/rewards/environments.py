@@ -31,7 +31,7 @@ class Environment(Protocol):
     """The class that `rollout.environment` names, instantiated once per rank with `environment_kwargs`.
 
     Both methods may be `async def`. Conversations are answered in parallel, in threads unless a method is
-    async, so what they share needs a lock.
+    async, so anything that conversations share needs a lock.
     """
 
     def begin(self, row: Message) -> Any:

@@ -1,8 +1,8 @@
 """Reward functions in killable worker processes: a failing function costs its own dimension, never the run.
 
-Each reward runs in its own process, and all run in parallel. An unscorable response is NaN and is counted by
-its reason. A call that fails as a whole is repeated once. A call past its deadline is killed together with
-its child processes, and the next call starts a new worker. POSIX only.
+Each reward runs in its own process, and all run in parallel. A response that cannot be scored gets NaN and is
+counted by its reason. A call that fails as a whole is repeated once. A call past its deadline is killed
+together with its child processes, and the next call starts a new worker. POSIX only.
 """
 
 from __future__ import annotations

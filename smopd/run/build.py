@@ -171,7 +171,7 @@ def require_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str, owner: str 
 
 
 def rollout_settings(settings: Settings, recipe: Settings, limit: int) -> Vllm:
-    """Return vLLM settings with room for the longest sequence of all runs, so that they share an engine."""
+    """Return vLLM settings with room for the longest sequence of all runs: the runs share an engine."""
     runs = [settings, *(recipe.resolved(name) for name in recipe.runs)]
     longest = min(limit, max(run.longest_sequence for run in runs))
     return vllm_settings(settings.rollout.vllm, settings.rollout.dtype, longest)

@@ -124,7 +124,7 @@ def lock_run_dir(folder: Path, settings: Settings, *, change: bool = False) -> I
 
 
 def refuse(folder: Path, what: str, found: Sequence[Change], *, change: bool = False) -> None:
-    """Raise ConfigMismatch unless changes only add steps; with `change`, only if one reshapes a run."""
+    """Raise ConfigMismatch unless changes only add steps; with `change`, only if a change reshapes a run."""
     if refused := [str(each) for each in found if each.reshapes or not (change or each.lengthens)]:
         advice = "" if any(each.reshapes for each in found) else ", or add --change"
         message = f"{folder} holds runs with other {what}; give another --output{advice}:"
@@ -132,7 +132,7 @@ def refuse(folder: Path, what: str, found: Sequence[Change], *, change: bool = F
 
 
 def begun_runs(folder: Path, settings: Settings) -> list[str]:
-    """Return those of BASE and the runs that have a result: a step, a start, an export or an evaluation."""
+    """Return the runs, BASE included, that have a result: a step, a start, an export or an evaluation."""
     return [name for name in (BASE, *settings.runs) if _has_result(folder / name)]
 
 
@@ -311,7 +311,7 @@ def compare_inputs(folder: Path, settings: Settings, now: Parts, *, change: bool
 def environment() -> dict[str, Any]:
     """Return the versions and the machine of this process."""
     there = [found for name in PACKAGES for found in importlib.metadata.distributions(name=name)]
-    installed = {found.name: found.version for found in reversed(there)}  # the first of two is imported
+    installed = {found.name: found.version for found in reversed(there)}  # of two, Python imports the first
     return {
         "smopd": __version__,
         "git": _checkout(),
@@ -331,7 +331,7 @@ def _checkout() -> str | None:
     git = ["git", "-C", str(file.parent)]
     options: dict[str, Any] = {"capture_output": True, "text": True, "check": True, "timeout": 30}
     try:
-        subprocess.run([*git, "ls-files", "--error-unmatch", file.name], **options)  # else another project's
+        subprocess.run([*git, "ls-files", "--error-unmatch", file.name], **options)  # raises if untracked
         described = subprocess.run([*git, "describe", "--always", "--dirty", "--abbrev=40"], **options)
         return described.stdout.strip()
     except (OSError, subprocess.SubprocessError):

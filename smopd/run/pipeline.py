@@ -131,7 +131,7 @@ def run_recipe(command: Command) -> int:
                 lost = distributed.is_lost(error)
                 say_error("error: another rank has ended" if lost else traceback.format_exc())
             return 1
-    return 128 + stop.number if stop.number else 0  # it came while the command ended
+    return 128 + stop.number if stop.number else 0  # a signal came while the command ended
 
 
 def try_recipe(command: Command) -> int:

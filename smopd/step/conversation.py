@@ -37,7 +37,7 @@ from smopd.rewards.pool import CallFailed, RewardError, Worker
 log = logging.getLogger(__name__)
 GRACE_SECONDS = 5.0  # ours: for the environment's process to report answers that took too long
 NEUTRAL = "ANSWER"
-"""Stands in for a sampled response when text is rendered: templates may print responses differently later."""
+"""Text in place of a sampled response, because templates may print an earlier response differently."""
 
 
 class EnvironmentWorker(Worker):
@@ -175,7 +175,7 @@ class Conversations:
                 replace(sampling, n=1),
             )
         if any(transcript.ended == "timeout" for transcript in transcripts):
-            self.environment.end()  # ends the environment's calls that still run
+            self.environment.end()  # ends calls that still run after their timeout
         if drifted := sum(transcript.drift for transcript in transcripts):
             log.warning(
                 "rollout.environment: in %d of %d conversations the chat template prints earlier turns "

@@ -67,7 +67,7 @@ class Rewarder:
         Args:
             prompts: one per rollout. A conversation whose environment failed is left unscored.
             step: training step from 0, passed to the rewards as a column; None outside of training.
-            check: whether to limit unscored responses; False for responses that replace others of the step.
+            check: whether to count unscored responses; False for responses that replace others of the step.
         Raises:
             RewardError: a dimension left too many responses of all ranks unscored. Raised on every rank.
         """

@@ -21,7 +21,7 @@ from smopd.step.rewards import Rewarder, replaced
 from smopd.step.stop import StaleRollout, all_or_raise
 
 ATTEMPT_STEPS = 1 << 20
-"""Ours: a replacement prompt is one of a step that is this many steps later, which no run reaches."""
+"""Ours: replacement prompts are those of a step that is this many steps later, which no run reaches."""
 
 
 class Sampler:
@@ -90,7 +90,7 @@ class Sampler:
         return batch
 
     def begin(self, step: int) -> None:
-        """Start sampling `step` with the current policy, if this is due ahead and has not started."""
+        """Start sampling `step` with the current policy, if `loop.async_level` is 1 and it has not begun."""
         loop = self.settings.loop
         if loop.async_level and step < loop.steps and step not in self._begun:
             self._begun[step] = self._thread.submit(self._batch, step)

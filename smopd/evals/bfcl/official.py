@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 PACKAGE = "bfcl_eval"
 INSTALL = "pip install --no-deps bfcl-eval==2026.3.23"
-# Ours: the package's Java patterns take cubic time in a value's length. True values have at most 152.
+# Ours: the package's Java patterns take cubic time in a value's length. True values have <= 152 characters.
 MAX_SOURCE_CHARS = 1_000
 MODEL = "smopd"
 
@@ -44,7 +44,7 @@ def find_mistake(
 ) -> str | None:
     """Return the checker's first error, or None for a correct response.
 
-    calls: Java and JavaScript arguments are source strings. answers: parallel categories accept any order.
+    calls: Java and JavaScript arguments are source strings. answers: parallel categories ignore the order.
     """
     language = language_of(category)
     longest = max((len(str(value)) for call in calls for value in call.arguments.values()), default=0)

@@ -72,7 +72,7 @@ def shown_functions(functions: Sequence[Function], category: str) -> list[dict[s
 
 
 def read_calls(response: str) -> list[Call]:
-    """Return the calls of a response; lines that are no calls are skipped. ValueError if all lines are."""
+    """Return the calls of a response; lines that are no calls are skipped. ValueError if all are skipped."""
     _, opened, block = response.rpartition("<tool_call>")
     block = block.split("</tool_call>", 1)[0] if opened else ""
     if len(block) > MAX_CHARS:
