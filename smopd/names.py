@@ -80,7 +80,7 @@ def _of_environment() -> list[str]:
 
 
 def without_secrets(text: str, known: list[str] | None = None) -> str:
-    """Remove URL credentials, assigned secrets, text like a key, and `known` (None: the environment's)."""
+    """Remove URL credentials, assigned secrets, common key forms, and `known` (None: the environment's)."""
     for value in _of_environment() if known is None else known:
         text = text.replace(value, REDACTED)
     text, pieces, at = _USER.sub(r"\1", text), [], 0

@@ -69,7 +69,7 @@ def require_config(args: Any, kind: type[Any]) -> None:
 def require_readable(model: Any, name: str) -> None:
     """Raise ValueError unless the decoder's output and the head's weight determine the logits.
 
-    It refuses models on several devices, with adapters of prompts or of the head, and with capped logits.
+    It refuses models that are on several devices, have prompt or head adapters, or cap their logits.
     """
     if len(devices := sorted({str(at) for at in (getattr(model, "hf_device_map", None) or {}).values()})) > 1:
         expected = "one device: load it with device_map=None, and use several GPUs by accelerate launch"

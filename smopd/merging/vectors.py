@@ -58,7 +58,7 @@ class TaskVectors:
     """Models and their common base: folders or hub ids with safetensors files; also folders of LoRA adapters.
 
     Raise FileNotFoundError if files are missing. Raise ValueError if a model's tensors differ from the base's
-    in name or shape, if configs differ in CONFIG, or if an adapter has another base or is not plain LoRA.
+    in name or shape, if its config differs in CONFIG, or if an adapter has another base or is not plain LoRA.
     """
 
     def __init__(self, base: str, models: Sequence[str], device: torch.device | str = "cpu"):

@@ -157,7 +157,7 @@ def table_columns(settings: Settings) -> list[str]:
 
 
 def write_card(settings: Settings, folder: Path, name: str, export: Path, step: int | None = None) -> None:
-    """Write the card of the run `name` in `folder` to its exported model. `step`: the step exported."""
+    """Write the card of the run `name` in `folder` to `export`, the model exported at `step`."""
     own = settings.resolved(name)
     path = settings.model.path
     pages = Environment(loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True)

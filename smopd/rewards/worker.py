@@ -85,7 +85,7 @@ class RewardHost:
         self.function = RewardFunction.load(path, kwargs, completions)
 
     def reply(self, loop: asyncio.AbstractEventLoop, *request: Any) -> list[float | None]:
-        """Return the scores for the function's arguments; check a single argument, the column names."""
+        """Return the scores for a call's arguments. If `request` is only column names, check them instead."""
         if len(request) == 1:
             self.function.require_columns(*request)
             return []

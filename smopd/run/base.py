@@ -76,7 +76,7 @@ def initial_model(settings: Settings, folder: Path) -> str:
 
 
 def _require_as_saved(factory: str, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Raise ValueError if a saved model cannot be used, or encodes a text differently than `tokenizer`."""
+    """Raise ValueError if the saved model is unusable or its tokenizer encodes unlike `tokenizer`."""
     saved = load_tokenizer(folder)
     require_usable(folder, saved)
     if saved(PROBE)["input_ids"] != tokenizer(PROBE)["input_ids"]:

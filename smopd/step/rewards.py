@@ -18,8 +18,8 @@ from smopd.names import IDS_COLUMN, STEP_COLUMN
 from smopd.rewards.pool import RewardBatch, RewardError, RewardPool
 
 WINDOW_STEPS = 10
-"""Ours: unscored responses are counted over this many training steps, so one bad call does not end a run,
-unless it is the first and every response failed."""
+"""Ours: unscored responses are counted over this many training steps, so that one bad call does not end a run
+unless it is the run's first call and fails on every response."""
 
 
 def replaced(was: RewardBatch, rows: Sequence[int], now: RewardBatch) -> RewardBatch:

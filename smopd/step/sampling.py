@@ -96,7 +96,7 @@ class Sampler:
             self._begun[step] = self._thread.submit(self._batch, step)
 
     def settle(self) -> dict[str, Any] | None:
-        """Wait for the engine. Return the batch sampled ahead, for the checkpoint; a collective call."""
+        """Wait for the engine and return the batch sampled ahead, to put it in a checkpoint; collective."""
         for step, begun in self._begun.items():
             return {"step": step, "rollouts": [vars(each) for each in all_or_raise(begun.result).rollouts]}
         return None
