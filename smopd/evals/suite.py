@@ -113,7 +113,7 @@ class Evaluation:
     data: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint=DATA_HINT)] = None
     """The items: a folder, one of its files, or a short name."""
     limit: int | None = None
-    """Number of items to evaluate. They are spread evenly over the groups and are the same in every run."""
+    """Number of items to evaluate. Each group gets its share. The items are the same in every run."""
     output: Path = Path("runs/evaluate")
     """Output folder."""
     max_new_tokens: int = 1024

@@ -201,7 +201,7 @@ def summarise(accuracies: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def missing_parts(summary: Mapping[str, float | None]) -> list[str]:
-    """Return the parts of Overall that did not fully run. Categories missing from a part are in brackets."""
+    """Return the parts of Overall that are incomplete. Parts that ran name their missing categories."""
     missing = []
     for part, (_, name, categories) in OVERALL.items():
         absent = [category for category in categories if summary.get(category) is None]
