@@ -24,13 +24,13 @@ T = TypeVar("T")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _LARGEST_KEPT = 32 << 20  # bytes; glibc accepts no more
 _MOST_KEPT = 2**31 - 1  # bytes
-_SET_UP = timedelta(minutes=30)  # the other ranks wait while one downloads a model
+_SET_UP = timedelta(minutes=30)  # the other ranks wait while one rank downloads a model
 # Device meshes and DeepSpeed keep gloo threads of a destroyed group alive. A thread that frees a tensor while
 # Python exits asks for the GIL and aborts the process.
 _DRAIN_SECONDS = 0.1
 _COLLECTIVES = tuple(os.path.join(*parts) for parts in (("torch", "distributed"), ("deepspeed", "comm")))
 _BEATS = 10  # ours: heartbeats within the longest silence that is allowed
-_LEFT = 1 << 40  # instead of a count: this rank sends no more heartbeats
+_LEFT = 1 << 40  # added to a rank's count when the rank sends no more heartbeats
 
 
 @contextmanager
@@ -69,9 +69,9 @@ def process_group() -> Iterator[torch.device]:
 
 @contextmanager
 def watched(seconds: float) -> Iterator[None]:
-    """End this process with a line on stderr when another rank has given no sign of life for `seconds`.
+    """Print a line to stderr and end this process once another rank has been silent for `seconds`.
 
-    The rank may be suspended, or its host unreachable. Collective calls would wait for it for a long time,
+    That rank may be suspended, or its host unreachable. Collective calls would wait long for the silent rank,
     because their timeout allows for rewards and servers that are slow on one rank.
     """
     if world_size() == 1:
@@ -80,7 +80,7 @@ def watched(seconds: float) -> Iterator[None]:
     store: Any = dist.distributed_c10d._get_default_store()  # torch's types lack its clone
     store = store.clone()
     keys = [f"smopd/alive/{each}" for each in range(world_size())]
-    quiet = dict.fromkeys(keys, 0)  # beats without a sign; not seconds, so that a suspended job survives
+    quiet = dict.fromkeys(keys, 0)  # counts beats, not seconds, so that a suspended job survives
     done = threading.Event()
 
     def talk() -> None:
@@ -110,7 +110,7 @@ def watched(seconds: float) -> Iterator[None]:
         yield
     finally:
         with suppress(RuntimeError):
-            store.add(keys[rank()], _LEFT)  # the others may still be at work
+            store.add(keys[rank()], _LEFT)  # the other ranks may still be at work
         done.set()
 
 
@@ -154,7 +154,7 @@ def _set_timeouts(timeout: timedelta) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Stop glibc from returning freed buffers to the system, which costs page faults in every step.
+    """Stop glibc from returning freed buffers to the system. Returning them costs page faults in every step.
 
     Has no effect where MALLOC_* or GLIBC_TUNABLES is set.
     """
@@ -208,7 +208,8 @@ def gather_objects(value: object) -> list:
 def on_rank0(function: Callable[[], T], *, of_host: bool = False) -> T:
     """Run `function` on rank 0 or, if `of_host`, on the first rank of each host. This is a collective call.
 
-    Every rank returns the result of rank 0 (of its host's first rank), or raises any such rank's exception.
+    Every rank returns the result of rank 0 (or of its host's first rank). If `function` raised an exception
+    on any rank, every rank raises that exception.
     """
     value, error = None, None
     before = int(os.environ.get("LOCAL_RANK", "0")) if of_host else rank()
@@ -225,9 +226,9 @@ def on_rank0(function: Callable[[], T], *, of_host: bool = False) -> T:
 
 
 def all_or_raise(function: Callable[[], T], errors: tuple[type[Exception], ...]) -> T:
-    """Run `function` on every rank; an exception among `errors` on one rank is raised on all.
+    """Run `function` on every rank. If it raises one of `errors` on a rank, every rank raises that exception.
 
-    This is a collective call. `function` itself must not make any.
+    This is a collective call. `function` itself must not make collective calls.
     """
     error: Exception | None = None
     try:

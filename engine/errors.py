@@ -10,7 +10,7 @@ class NoServer(Failure, RuntimeError):
 
 
 class CannotSend(Failure, RuntimeError):
-    """Weights cannot be written to the folder that another process reads; it may be full."""
+    """Weights cannot be written to the folder that another process reads; the folder may be full."""
 
 
 class NonFinite(Failure, RuntimeError):

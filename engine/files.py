@@ -64,7 +64,7 @@ def _reason(error: BaseException | None) -> int | None:
 
 
 def _small_write(folder: Path) -> int | None:
-    """Return the error number if a small write fails; torch's C++ errors do not name their reason."""
+    """Try a small write, and return its error number or None. torch's C++ errors do not name their reason."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(_PROBE_BYTES))
@@ -76,7 +76,7 @@ def _small_write(folder: Path) -> int | None:
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
-    """Replace a file atomically; after CannotWrite, it is unchanged. Only one process may write it."""
+    """Replace a file atomically; CannotWrite leaves it unchanged. Only one process may write the file."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
     with room_for(path):
@@ -96,7 +96,7 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
 def read_json(path: Path, **fields: type) -> dict[str, Any]:
     """Return the object in a JSON file.
 
-    Raise DamagedFile, naming the file, if it is truncated, is no object, or lacks a field of the given type.
+    Raise DamagedFile, naming the file, if the file is truncated, holds no object, or lacks one of `fields`.
     """
     try:
         found = json.loads(path.read_bytes())
@@ -111,7 +111,7 @@ def read_json(path: Path, **fields: type) -> dict[str, Any]:
 
 
 def empty_partial(final: Path) -> Path:
-    """Create an empty folder beside `final`, to fill and pass to `replace_folder`."""
+    """Create an empty folder beside `final`, which the caller fills and passes to `replace_folder`."""
     partial = final.with_name(f"{final.name}.partial")
     _remove(partial)
     partial.mkdir(parents=True)

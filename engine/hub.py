@@ -1,4 +1,4 @@
-"""A test of whether the Hugging Face hub responds. If not, its client retries each file for half a minute."""
+"""Test whether the Hugging Face hub responds. If it does not, its client retries each file for 30 seconds."""
 
 import os
 from functools import cache

@@ -42,7 +42,7 @@ def import_function(path: str) -> Any:
 def resolve(name: str, known: Mapping[str, T]) -> T:
     """Return `known[name]`, or the function at the path `name`; ValueError if there is neither.
 
-    Exceptions of such a function become UserCodeError.
+    Exceptions that an imported function raises become UserCodeError.
     """
     if name in known:
         return known[name]
@@ -57,7 +57,7 @@ def resolve(name: str, known: Mapping[str, T]) -> T:
 
 @contextmanager
 def user_code(name: str) -> Iterator[None]:
-    """Turn exceptions of code that a setting names into UserCodeError; restore the working folder."""
+    """Turn exceptions of the code at the path `name` into UserCodeError, and restore the working folder."""
     here = None
     with suppress(OSError):  # the folder may have been removed
         here = os.getcwd()

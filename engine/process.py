@@ -1,7 +1,7 @@
-"""Processes that end with their parent or caller, even if that is killed. Imports no torch.
+"""Processes that end with their parent or caller, even if the latter is killed. Imports no torch.
 
-`die_with_parent` uses Linux's parent-death signal. vLLM's engines use `end_with_caller`, which polls, because
-vLLM may put a process in between, and because the signal fires when the thread that started a process ends.
+`die_with_parent` uses Linux's parent-death signal. vLLM's engines use `end_with_caller`, which polls instead:
+vLLM may put a process in between, and the signal is sent as soon as the thread that started a process ends.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 CALLER = "SMOPD_ENGINE_CALLER"
 """Environment variable with the process id of an engine's caller."""
 SAME_SECONDS = 2.0
-"""Ours: equal signals within this time count as one: a launcher and a job manager may both send it."""
+"""Ours: equal signals within this time count as one: a launcher and a job manager may each send a signal."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """SIGHUP: the terminal is gone. SIGUSR1: Slurm's warning before a time limit (#SBATCH --signal)."""
 PARENT_SECONDS = 1.0  # ours: polling interval
@@ -47,7 +47,7 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def die_with_parent(parent: int) -> None:
-    """Kill this process when its parent `parent` ends (Linux), or now if it has ended."""
+    """Kill this process when its parent `parent` ends (Linux), or now if `parent` has ended."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -62,7 +62,7 @@ def adopt_orphans() -> None:
 
 def kill_below(process: int) -> None:
     """Kill all descendants of `process`, in any process group or session."""
-    for _ in range(100):  # stopped processes cannot fork; repeat for those that forked before
+    for _ in range(100):  # stopped processes cannot fork; repeat for children forked before the stop
         found = below(process)
         for signal_number in (signal.SIGSTOP, signal.SIGKILL):
             for each in found:
@@ -92,7 +92,7 @@ def runs(process: int) -> bool:
 
 
 def _state_and_parent(process: int) -> tuple[str, int]:
-    """Read /proc/PID/stat; ("X", 0) if there is no such process."""
+    """Return state and parent from /proc/PID/stat; ("X", 0) if there is no such process."""
     try:
         state, parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
     except OSError:
@@ -102,7 +102,7 @@ def _state_and_parent(process: int) -> tuple[str, int]:
 
 @contextmanager
 def interrupts_withheld() -> Iterator[None]:
-    """Withhold SIGINT, which a terminal sends to all processes of a command, from processes started inside.
+    """Withhold SIGINT from processes started inside. A terminal sends it to all processes of a command.
 
     This process handles an interrupt when the context ends.
     """
@@ -125,7 +125,7 @@ def end_with_caller() -> None:
     def watch() -> None:
         while _state_and_parent(processes[0])[1] == caller:
             time.sleep(PARENT_SECONDS)
-        for process in processes:  # this one is the last
+        for process in processes:  # this process is the last of them
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 

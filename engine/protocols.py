@@ -13,7 +13,7 @@ from smopd.engine.types import Rollout, Sampling, TeacherTopK
 
 
 class RolloutEngine(Protocol):
-    """A sampler with its own copy of the policy. Each rank has one and passes its own prompts."""
+    """A sampler with its own copy of the policy. Each rank has its own sampler and its own prompts."""
 
     policy_version: int
 
@@ -24,7 +24,7 @@ class RolloutEngine(Protocol):
 
         Args:
             prompts: token ids after the chat template.
-            groups: a number below 2^63 for each prompt, which seeds its draws; equal prompts have different
+            groups: for each prompt, a number below 2^63 that seeds its draws; equal prompts have different
                 numbers.
         """
         ...
@@ -36,7 +36,7 @@ class RolloutEngine(Protocol):
 
 class TeacherEngine(Protocol):
     dropped: int
-    """Entries on this rank so far that were vocabulary padding and became empty slots."""
+    """The number of entries on this rank so far that were vocabulary padding and became empty slots."""
 
     def score(self, rollouts: Sequence[Rollout], kappa: int, temperature: float) -> TeacherTopK:
         """Return each teacher's `kappa` largest log-probabilities at `temperature`, and the sampled tokens'.
@@ -44,7 +44,7 @@ class TeacherEngine(Protocol):
         Log-probabilities are normalized over the teacher's whole vocabulary. An empty slot has id 0 and -inf.
 
         Args:
-            kappa: 0 returns only the sampled tokens' log-probabilities, S = 0.
+            kappa: with 0, only the sampled tokens' log-probabilities are returned (S = 0).
         """
         ...
 

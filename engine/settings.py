@@ -41,7 +41,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
-        """Accept a single value for a list; reject true as a number and 1e3 as text."""
+        """Accept a single value for a list; reject a boolean for a number and a float for text."""
         kind = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and kind in (int, float, int | None, float | None):
             raise ValueError(f"got {str(value).lower()}, expected a number")

@@ -53,7 +53,7 @@ class Rollout:
     group: int
     """Index of the prompt in the global batch; equal prompts have different groups."""
     finished: bool
-    """Whether an end token ended it, not the token limit; for a conversation, whether its environment did."""
+    """Whether an end token ended the response; for a conversation, whether the environment ended it."""
     policy_version: int = 0
     loss_mask: Tensor | None = None
     """(T,) bool on the CPU, False at tokens of the environment; None: all tokens are the policy's."""
@@ -113,7 +113,7 @@ class Piece(NamedTuple):
 
 
 class Pieces(UserList[Piece]):
-    """The pieces of a batch; not in a list or tuple, which FSDP would search for tensors in each layer."""
+    """The pieces of a batch. In a list or tuple, FSDP would search them for tensors in each layer."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class TokenBatch:
     """In order; together they cover every flat position once."""
     attends: Attends
     share: float = 1.0
-    """This micro-batch's share of the response tokens of an update, on all ranks."""
+    """The number of this micro-batch's response tokens, divided by that of the update on all ranks."""
 
     def to(self, device: torch.device) -> TokenBatch:
         moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}

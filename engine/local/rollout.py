@@ -1,8 +1,8 @@
 """The local rollout engine: transformers with a key-value cache, on an unsharded copy of the policy.
 
-The random number of a draw is a hash of (seed, group, sample, position), so responses do not depend on how
-prompts are batched or spread over ranks, up to rounding. `Decoder` computes the same with static buffers, so
-that a CUDA graph can replay the step of a token.
+The random number of a draw is a hash of (seed, group, sample, position). Up to rounding, responses therefore
+do not depend on how prompts are batched or spread over ranks. `Decoder` samples the same responses with
+static buffers, so that a CUDA graph can replay the step that samples a token.
 
 Shapes: R rows, T new tokens, L prompt positions, C positions that the buffers hold, K key-value heads.
 """
@@ -34,11 +34,11 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names in t
 # SplitMix64's constants as int64
 GOLDEN, MIX_1, MIX_2 = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 Way = Literal["together", "alone", "uncached"]
-"""Prompts padded together, one prompt at a time with the model's own cache, or without a cache."""
+"""together: one padded batch; alone: one prompt at a time in the model's own cache; uncached: no cache."""
 CHECK_TOKENS = 4  # ours: tokens sampled by the self-check
 _WAYS: dict[tuple, Way] = {}
 """Ways that have passed the self-check in this process."""
-CHECK_EVERY = 16  # tokens (ours) between checks for finished rows, which synchronize with the device
+CHECK_EVERY = 16  # tokens (ours) between checks for finished rows; each check synchronizes with the device
 BLOCK = 256  # positions (ours): smaller blocks need more graphs, larger ones read more unused keys
 ALIGNED = 16  # positions (ours): torch's kernels copy masks whose rows are not 16-byte aligned
 
@@ -62,7 +62,7 @@ class LocalRollout:
     Args:
         model: on its device and in the dtype for sampling; the engine owns it.
         end_ids: tokens that end a response.
-        max_batch_tokens: limit of cache positions; prompts beyond it are sampled in further turns.
+        max_batch_tokens: limit of cache positions; prompts beyond this limit are sampled in further turns.
         decoding: "loop", "in_place", or "auto" (in place on CUDA if the model allows it).
     Raises:
         ValueError: "in_place" cannot serve the model.
@@ -229,7 +229,7 @@ class LocalRollout:
         return tokens_RT, logps_RT
 
     def _decode_alone(self, prompt: tuple[int, ...], group: int, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """Sample the responses to one prompt with the model's own masks and cache; return as `_decode`."""
+        """Sample the responses to one prompt with the model's masks and cache; return what `_decode` does."""
         n, n_new, device = sampling.n, sampling.max_new_tokens, self.model.device
         keys_R, samples_R = torch.full((n,), group, device=device), torch.arange(n, device=device)
         uniform_RT = uniform(sampling.seed, keys_R, samples_R, n_new)
@@ -283,7 +283,7 @@ class GrowingLayer(DynamicLayer):
 
 
 def _appended(x: Tensor, more: Tensor, most: int) -> Tensor:
-    """Return x, (R, K, L, d), followed by `more`, in the memory of x if it has spare positions."""
+    """Return x, (R, K, L, d), followed by `more`. If x has spare positions, `more` is written there."""
     n_rows, n_heads, length, size = x.shape
     total = length + more.shape[2]
     if length == 0 or x.stride(1) < total * size:
@@ -312,7 +312,7 @@ class Slots(StaticLayer):
 
 
 class Decoder:
-    """Buffers and CUDA graph of rows sampled together. Sets `engine.graphs` to False if capture fails."""
+    """Buffers and CUDA graph of rows sampled together. If capture fails, it sets `engine.graphs` to False."""
 
     def __init__(self, engine: LocalRollout, begun: Begun, sampling: Sampling):
         self.engine, self.sampling = engine, sampling
@@ -438,7 +438,7 @@ def why_not_in_place(model: PreTrainedModel, way: Way) -> str | None:
 def draw(logits_RV: Tensor, sampling: Sampling, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
     """Draw (R,) tokens by inverting the cumulative distribution at uniform_R; also return log-probabilities.
 
-    Temperature 0 takes the most likely token, with its log-probability at temperature 1.
+    At temperature 0, return the most likely token and its log-probability at temperature 1.
     """
     if sampling.temperature == 0:
         logps_RV = logits_RV.float().log_softmax(-1)

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class Dropping:
-    """Counter of dropped vocabulary padding, which warns once."""
+    """A counter of the entries dropped as vocabulary padding. It warns at the first drop."""
 
     vocabulary: int
     """The student's vocabulary size."""
@@ -78,7 +78,7 @@ class Dropping:
 
 
 class LocalTeacher(NamedTuple):
-    """A model with one of its adapters active, or none."""
+    """A model in which one adapter is active, or none."""
 
     model: PreTrainedModel
     adapter: str | None = None
@@ -88,9 +88,9 @@ class LocalTeachers(Dropping):
     """Transformers models as a `TeacherEngine`.
 
     Args:
-        models: at least one, on their device and in the dtype for scoring. One may have several adapters.
+        models: at least one, on their device and in the dtype for scoring. A model may have several adapters.
         vocabulary: the student's vocabulary size. A teacher's may be larger because of padding.
-        tokens: the number of student ids that are real tokens, which every teacher must have. None: all.
+        tokens: the number of student ids that are real tokens, which every teacher must have. None: all ids.
     Raises:
         UnusableModel: a teacher's vocabulary is smaller than `tokens`.
     """
@@ -203,7 +203,7 @@ class StudentsBase:
 def held_already(
     path: str | Path, student_path: str | Path, student: Student, teachers: TeacherEngine | None
 ) -> TeacherEngine | None:
-    """Return an engine for the model at `path` if a LoRA student or LoRA teachers hold its weights."""
+    """Return an engine for the model at `path` if a LoRA student or LoRA teachers hold it."""
     if student.lora is not None and same_place(path) == same_place(student_path):
         return StudentsBase(student)
     return None if teachers is None else teachers.base(path)

@@ -1,4 +1,4 @@
-"""Attention over packed rows: under one mask, or piece by piece, which avoids a cost quadratic in the row.
+"""Attention over packed rows: under one mask, or by pieces, which avoids a cost quadratic in its length.
 
 Shapes: T positions of a packed batch, S pieces, H heads, K key-value heads, G = H / K, d head dimension.
 """
@@ -97,7 +97,7 @@ def rope_boundary(config: Any) -> int | None:
 
 
 def reset_rope(model: PreTrainedModel) -> None:
-    """Make dynamic rotary embeddings forget the longest sequence so far, which transformers keeps."""
+    """Make dynamic rotary embeddings forget the longest length so far, which transformers stores."""
     if rope_boundary(model.config.get_text_config()) is not None:
         for module in model.modules():
             if getattr(module, "rope_type", None) == "dynamic":
@@ -110,7 +110,7 @@ def decoder_inputs(model: PreTrainedModel, batch: TokenBatch) -> dict[str, Any]:
         return {"input_ids": batch.input_ids}
     inputs: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
     if batch.attends == "pieces":
-        unused_mask = batch.input_ids.new_ones(1, 1, 1, 1)  # keeps transformers from building one
+        unused_mask = batch.input_ids.new_ones(1, 1, 1, 1)  # keeps transformers from building a mask
         return inputs | {"attention_mask": unused_mask, "pieces": batch.pieces}
     mask = mask_of(batch.pieces, batch.input_ids.shape, batch.input_ids.device)
     return inputs | {"attention_mask": layer_masks(model, mask, batch.position_ids, batch.position_ids)}
@@ -130,7 +130,7 @@ def mask_of(pieces: Sequence[Piece], shape: tuple[int, ...], device: torch.devic
 def layer_masks(
     model: PreTrainedModel, mask: Tensor, query_RQ: Tensor, key_RK: Tensor
 ) -> Tensor | dict[str, Tensor]:
-    """Return `mask` in the form that layers of `model` take: with windows, by layer type, additive if eager.
+    """Return `mask` as layers of `model` take it: with windows, one mask per layer type, additive if eager.
 
     mask: (R or 1, 1, Q, K) bool; query_RQ, key_RK: positions in their sequences.
     """
@@ -140,7 +140,7 @@ def layer_masks(
     def as_taken(mask: Tensor) -> Tensor:
         if config._attn_implementation != "eager":
             return mask
-        dtype = model.dtype  # not a weight's: accessing one is a collective call under ZeRO-3
+        dtype = model.dtype  # not a weight's dtype: accessing a weight is a collective call under ZeRO-3
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
 
     window = window_of(config)
@@ -162,14 +162,14 @@ def attend_pieces(
     pieces: Sequence[Piece] | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention by pieces, or by sdpa if there are none; an attention function of transformers.
+    """Compute attention by pieces, or by sdpa if `pieces` is None. transformers calls this function.
 
     (1, H, T, d) queries, (1, K, T, d) keys and values -> (1, T, H, d).
     """
     if pieces is None:
         sdpa = AttentionInterface()["sdpa"]
         return sdpa(module, query, key, value, attention_mask, scaling=scaling, **others)
-    # the kernels do not support fp32, which only the self-check passes on a GPU
+    # the kernels do not support fp32; on a GPU only the self-check calls this function with fp32
     dtype = torch.bfloat16 if query.is_cuda and query.dtype == torch.float32 else query.dtype
     query_THd, key_TKd, value_TKd = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
     attend = by_kernel if query.is_cuda else by_halves
@@ -191,7 +191,7 @@ def attend_token(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """sdpa without the copies of keys and values that transformers < 5.24 makes under a mask.
+    """Call sdpa without the copies of keys and values that transformers < 5.24 makes under a mask.
 
     (R, H, 1, d) queries, (R, K, T, d) keys and values, (R or 1, 1, 1, T) mask -> (R, 1, H, d). The G heads
     of a key-value head become G queries. Other shapes go to sdpa.
@@ -221,7 +221,7 @@ def by_kernel(
 def _behind_prompts(x_TKd: Tensor, pieces: Sequence[Piece]) -> Tensor:
     """Return the keys (or values) of all pieces, each preceded by those of its shared prompt.
 
-    It splits and concatenates instead of indexing, so that gradients of a prompt are summed in a fixed order.
+    Splitting and concatenating, unlike indexing, sums the gradients of a prompt in a fixed order.
     """
     if all(piece.prompt_begin == piece.prompt_end for piece in pieces):
         return x_TKd

@@ -24,7 +24,7 @@ from smopd.kernels.types import LossSettings, LossStats, LossTokens, TopK
 
 @dataclass(frozen=True)
 class Head:
-    """A linear head, whose logits are never all in memory, or cap * tanh(linear / cap), whose logits are."""
+    """A linear head, which never holds all logits in memory, or cap * tanh(linear / cap), which holds all."""
 
     weight_VD: Tensor
     bias_V: Tensor | None = None
@@ -78,4 +78,4 @@ def response_hidden(model: PreTrainedModel, batch: TokenBatch, output: ModelOutp
     hidden_ND = states.flatten(0, 1).index_select(0, batch.predictor_N)
     scale = logit_factor(model.config.get_text_config())
     hidden_ND = hidden_ND if scale == 1 else hidden_ND * scale
-    return hidden_ND.to(model.get_output_embeddings().weight.dtype)  # Mamba's are fp32 in a bf16 model
+    return hidden_ND.to(model.get_output_embeddings().weight.dtype)  # a bf16 Mamba's states are fp32

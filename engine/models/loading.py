@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 # Config names of the operations that follow the output head.
 SCALES = ("logit_scale", "output_multiplier", "output_multiplier_scale", "lm_head_multiplier")
 DIVISOR = "logits_scaling"
-MULTIPLIES = ("hyperclovax",)  # families that multiply by their divisor
+MULTIPLIES = ("hyperclovax",)  # families that multiply logits by this divisor
 CAPS = ("final_logit_softcapping", "logits_soft_cap")
 _TOO_MANY = re.compile(rb'"\w*layers?": *\d{6,}')  # transformers would make lists of this length
 
@@ -38,14 +38,14 @@ def allow_custom_code(allowed: bool) -> None:
 
 
 def custom_code() -> dict[str, bool]:
-    """Return the argument for transformers and vLLM. Without it, transformers asks on the terminal."""
+    """Return trust_remote_code for transformers and vLLM. Without it, transformers asks on the terminal."""
     return {"trust_remote_code": _custom_code}
 
 
 def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
     """Load the model at `path` (a folder, also with ~, or a hub id) in `dtype`.
 
-    Raise FileNotFoundError if there is none, UnusableModel if it is damaged, incomplete, of an unknown
+    Raise FileNotFoundError if there is no model, UnusableModel if it is damaged, incomplete, of an unknown
     architecture or not a causal language model.
     """
     place, config = _read_config(path)
@@ -64,12 +64,12 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str 
     module.to(device)
     for value in (*model.parameters(), *model.buffers()):
         if value.device.type == "cpu":
-            value.data = value.data.clone()  # out of the mapped file, which may be overwritten
+            value.data = value.data.clone()  # copied out of the mapped file, which may be overwritten
     return model.eval()
 
 
 def _untie(model: PreTrainedModel, path: str | Path) -> None:
-    """Set tie_word_embeddings to false if the files hold another head; UnusableModel if there is no head."""
+    """Set tie_word_embeddings to false if head and embedding differ; UnusableModel if there is no head."""
     output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if not isinstance(getattr(output, "weight", None), Tensor):
         raise UnusableModel(f"model {path}: a {type(model).__name__} has no output head, expected lm_head")
@@ -79,7 +79,7 @@ def _untie(model: PreTrainedModel, path: str | Path) -> None:
 
 
 def _mend_generation(model: PreTrainedModel, path: str | Path) -> None:
-    """Reduce a generation config that transformers refuses to save to its token ids."""
+    """If transformers refuses to save the generation config, replace it by one with the token ids only."""
     given = model.generation_config
     if given is None:
         return
@@ -112,7 +112,7 @@ def stored_dtype(path: str | Path) -> torch.dtype:
 
 
 def require_usable(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UnusableModel if config or tokenizer of a model cannot be saved, or a token has no embedding."""
+    """Raise UnusableModel if the config or the tokenizer cannot be saved, or if a token has no embedding."""
     config = _read_config(path)[1]
     size = config.get_text_config().vocab_size
     for token, token_id in tokenizer.get_vocab().items():
@@ -157,7 +157,7 @@ def cache_argument(model: PreTrainedModel) -> str:
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """Return the decoder without the head."""
     found = model.get_decoder()
-    # Llama 4 returns itself, ModernBERT its head
+    # get_decoder of Llama 4 returns the model itself, of ModernBERT the head
     return found if isinstance(found, PreTrainedModel) and found is not model else model.model
 
 
@@ -177,7 +177,7 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 
 def _read_config(path: str | Path) -> tuple[str, PreTrainedConfig]:
-    """Return the folder or hub id of the model at `path`, in transformers' form, and its config."""
+    """Return the folder or hub id that transformers takes for the model at `path`, and the model's config."""
     place = place_of(path)
     if Path(place).is_dir() and not (Path(place) / "config.json").is_file():
         raise FileNotFoundError(f"model {path}: this folder has no config.json, expected a saved model")
@@ -198,7 +198,7 @@ def place_of(path: str | Path) -> str:
         raise FileNotFoundError(f"model {path}: no such folder, expected one with config.json, or a hub id")
     if hub_responds():
         return place
-    with load_errors(path):  # what the hub's cache has of it
+    with load_errors(path):  # the hub does not respond: use its cache
         return str(Path(cached_file(place, CONFIG_NAME, local_files_only=True)).parent)
 
 

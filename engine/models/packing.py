@@ -1,4 +1,4 @@
-"""Packing of ragged rollouts into micro-batches whose rows hold units: prompts with their responses.
+"""Packing of ragged rollouts into micro-batches. Their rows hold units: a prompt with some of its responses.
 
 The last token of a response is predicted but never read, so it takes no position.
 """
@@ -12,7 +12,7 @@ import torch
 from smopd.engine.settings import Packing
 from smopd.engine.types import Attends, Layout, Piece, Pieces, Rollout, TokenBatch
 
-CACHED = 8  # layouts (ours): a step asks several times for its whole batch and its mini-batches
+CACHED = 8  # results (ours): a step packs its whole batch and its mini-batches several times
 MASKED = Layout()
 
 
@@ -22,7 +22,7 @@ def flat_offsets(rollouts: Sequence[Rollout]) -> list[int]:
 
 
 def pack(rollouts: Sequence[Rollout], packing: Packing, layout: Layout = MASKED) -> tuple[TokenBatch, ...]:
-    """Return micro-batches on the CPU that predict every token of the policy exactly once; cached.
+    """Return CPU micro-batches that predict every token of the policy exactly once. Results are cached.
 
     Rows are as long as the longest unit of their micro-batch, and shorter units share rows. Responses of one
     group must be adjacent to share their prompt.
@@ -80,7 +80,7 @@ def _length(rollouts: Sequence[Rollout], unit: list[int]) -> int:
 
 
 def _units(rollouts: Sequence[Rollout], chosen: Sequence[int], budget: int) -> list[list[int]]:
-    """Return lists of rollouts that share one copy of their prompt, cut to fit the budget; 0: none share."""
+    """Return lists of rollouts that share one copy of their prompt and fit `budget`. With 0, none share."""
     units: list[list[int]] = []
     for _, members in groupby(chosen, key=lambda i: (rollouts[i].group, rollouts[i].prompt_ids)):
         unit: list[int] = []

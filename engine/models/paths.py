@@ -19,14 +19,14 @@ from smopd.engine.types import Attends, Layout, Rollout
 
 log = logging.getLogger(__name__)
 SHORT = 256
-"""On a CPU a mask is faster for units with fewer positions (ours)."""
+"""Ours: on a CPU, units with fewer positions are faster under a mask than by pieces."""
 DESCRIPTIONS = {
     "pieces": "one sequence at a time",
     "mask": "packed rows under a mask",
     "plain": "one sequence in each row, not packed",
 }
 CHECK_BYTES = 4 << 30
-"""Ours: limit of the self-check's activations. Within it, a sequence exceeds windows and RoPE boundaries."""
+"""Ours: limit of the self-check's activations. If it allows, a sequence exceeds windows and RoPE bounds."""
 TOKEN_BYTES = 160  # ours: fp32 activations of a token, for each layer and hidden dimension
 CPU_LENGTH = 600  # ours: positions that a CPU computes within a second in a small model
 CHECK_IDS = 1000  # ours: ids below are ordinary tokens in most vocabularies
@@ -36,7 +36,7 @@ LOGP_BOUND, GRAD_BOUND = 1e-3, 1e-2
 ROUNDED_LOGP_BOUND, ROUNDED_GRAD_BOUND = 0.1, 0.3
 """Ours, in bf16: mean difference in nats, and relative difference of the gradient."""
 _AGREED: set[tuple] = set()
-"""What has passed the self-check in this process."""
+"""Keys of the models and layouts that have passed the self-check in this process."""
 
 
 def choose(model: PreTrainedModel, wanted: str, dtype: torch.dtype) -> Layout:
@@ -85,7 +85,7 @@ def layout_of(model: PreTrainedModel, attends: Attends, reasons: Sequence[str] =
 
 
 def disagreement(model: PreTrainedModel, layout: Layout) -> str | None:
-    """Return how `model` under `layout` differs from transformers; None within bounds.
+    """Return how `model` under `layout` differs from transformers, or None if it differs within bounds.
 
     It compares log-probabilities and, if the model is trained, gradients of its small parameters.
     """
@@ -136,7 +136,7 @@ def brief(error: Exception) -> str:
 def difference(
     model: PreTrainedModel, logps_N: Tensor, expected_N: Tensor, exact: bool | None = None
 ) -> str | None:
-    """Return how log-probabilities differ from transformers', or None within bounds."""
+    """Return how `logps_N` differ from transformers' `expected_N`, or None if they differ within bounds."""
     exact = model.dtype == torch.float32 if exact is None else exact
     off_N = (logps_N - expected_N).abs()
     off = float(off_N.max() if exact else off_N.mean())
@@ -146,7 +146,7 @@ def difference(
 
 
 def check_rollouts(model: PreTrainedModel) -> list[Rollout]:
-    """Return rollouts with shared prompts, and one longer than windows and rope boundaries if feasible."""
+    """Return rollouts with shared prompts. If feasible, some are longer than windows and rope boundaries."""
     config = model.config.get_text_config()
     longest = CHECK_BYTES // (TOKEN_BYTES * config.num_hidden_layers * config.hidden_size)
     longest = min(longest, getattr(config, "max_position_embeddings", None) or longest)

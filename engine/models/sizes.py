@@ -7,7 +7,7 @@ class ModelNumbers(NamedTuple):
     """Dimensions and parameter count of a causal language model."""
 
     parameters: int
-    """A tied head counts once."""
+    """A head tied to the embedding counts once."""
     layers: int
     hidden: int
     kv_heads: int

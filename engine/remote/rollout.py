@@ -50,8 +50,8 @@ class RemoteRollout:
         vocabulary: rows of the model's head.
         folder: for transport "files", a folder that all servers see; None: /dev/shm of this host.
     Raises:
-        NoServer: none answers.
-        ValueError: a server lacks the endpoints or has too few positions.
+        NoServer: no server answers.
+        ValueError: a server lacks the weight or token endpoints, or has too few positions.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class RemoteRollout:
         return self.servers.map(request, samples_of(prompts, groups, sampling), read)
 
     def _rollout(self, sample: Sample, choice: dict[str, Any], version: int, longest: int) -> Rollout:
-        """Validate vLLM's `choice` and convert it; `longest` is the token limit."""
+        """Validate vLLM's `choice` and convert it to a rollout; `longest` is the limit of new tokens."""
         self._require_held({span["version"] for span in choice["weight_versions"] or ()}, version)
         reason, ids = choice["finish_reason"], torch.tensor(choice["token_ids"])
         logps_T = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]]).float()
@@ -118,7 +118,7 @@ class RemoteRollout:
         if distributed.rank() == 0:
             try:
                 self._send(stream, version)
-            except Exception as error:  # the other ranks wait for the answer
+            except Exception as error:  # do not raise yet: the other ranks wait for the answer
                 trouble = error
         for _ in stream:  # gathering a tensor is a collective call
             pass
@@ -171,7 +171,7 @@ class RemoteRollout:
         self.servers.each(Request(path, json=body or {}), lambda answer: None)
 
     def _require_held(self, found: set[Any], version: int) -> None:
-        """Raise ServerUnavailable if a server holds other weights than those of `version`."""
+        """Raise ServerUnavailable if a server holds weights other than those of `version`."""
         if found != {self.label(version)}:
             held = " and ".join(sorted(map(str, found))) or "of no name"
             raise ServerUnavailable(f"holds the weights {held}, expected {self.label(version)}")
@@ -195,7 +195,7 @@ class RemoteRollout:
                 raise ServerUnavailable(f"has room for {most} tokens, expected {self.longest} ({sizes})")
 
         self._post("/init_weight_transfer_engine", {"init_info": {}})
-        takes_tokens = Request(GENERATE, accept=(httpx.codes.METHOD_NOT_ALLOWED,))  # 404 where there is none
+        takes_tokens = Request(GENERATE, accept=(httpx.codes.METHOD_NOT_ALLOWED,))  # 404 if it is missing
         self.servers.each(takes_tokens, lambda answer: None)
         self.servers.each(Request("/v1/models", accept=(httpx.codes.NOT_FOUND,)), room)
 

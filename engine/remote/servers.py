@@ -1,6 +1,6 @@
-"""HTTP servers of the same model: failed requests are retried, and go to others when a server is removed.
+"""HTTP servers of one model. Failed requests are retried; those of a removed server go to other servers.
 
-A deadline covers the whole answer, because httpx limits each read separately and a server that drips bytes
+A deadline covers the whole answer. httpx limits each read separately, so that a server that drips bytes
 would never time out. The size of an answer is limited too. Every failure raises `ServerUnavailable`.
 """
 
@@ -85,7 +85,7 @@ def http_client() -> httpx.AsyncClient:
 async def ask(
     http: httpx.AsyncClient, url: str, request: Request, read: Callable[[httpx.Response], A], seconds: float
 ) -> A:
-    """Return `read(response)` of the server at `url`; any failure raises ServerUnavailable.
+    """Return `read(response)` for the server's response; any failure raises ServerUnavailable.
 
     Args:
         read: runs in a thread; may raise any exception on a malformed answer.
@@ -135,10 +135,10 @@ def _loop() -> asyncio.AbstractEventLoop:
 class Servers:
     """Interchangeable servers at `urls` (`http://host:port`).
 
-    A failing server is removed and its requests go to the others; `restore` brings it back.
+    A failing server is removed and its requests go to the other servers; `restore` brings it back.
 
     Attributes:
-        removed: reason of removal by URL.
+        removed: the reason of removal for each removed URL.
         bad_answers: number of malformed answers so far.
     """
 
@@ -186,7 +186,7 @@ class Servers:
 
         Args:
             request: (url, item) -> request; called again if the item moves to another server.
-            read: (url, item, response) -> result; the server is removed if it raises.
+            read: (url, item, response) -> result; if `read` raises, the server is removed.
         Raises:
             NoServer: every server has been removed.
         """
@@ -238,7 +238,7 @@ class Servers:
     def restore(self) -> list[str]:
         """Put removed servers whose /health answers back into use, and return them.
 
-        Health checks pause after a missed deadline: first as long as the deadline, then doubling.
+        After a missed deadline a server's health checks pause; each further miss doubles the pause.
         """
 
         async def check(url: str) -> None:

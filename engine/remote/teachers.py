@@ -1,7 +1,7 @@
 """Teachers behind URLs, each served by `teacher_server.py`.
 
-Every answer comes from the weights that the teacher's first server held: requests carry their digest. Servers
-are checked at the start and whenever they are restored.
+Every answer comes from the weights that the teacher's first server held: requests carry the digest of these
+weights. Servers are checked at the start and whenever they are restored.
 """
 
 from collections.abc import Sequence
@@ -80,7 +80,7 @@ class RemoteTeachers(Dropping):
 
         def ask(m: int) -> int:
             servers = self.teachers[m]
-            self._admit(m, servers.restore())  # a restored one may serve another model
+            self._admit(m, servers.restore())  # a restored server may hold another model
             answers = servers.map(
                 lambda url, part: self._score_request(m, part, kappa, temperature),
                 parts,
@@ -101,7 +101,7 @@ class RemoteTeachers(Dropping):
         return Request("/score", content=pack_request(part), params=params, most_bytes=size)
 
     def _admit(self, m: int, urls: Sequence[str], *, starting: bool = False) -> None:
-        """Remove servers that do not answer or do not fit; at the start, a bad fit raises UnusableModel."""
+        """Remove servers that do not answer or do not fit; if `starting`, a bad fit raises UnusableModel."""
         for url in urls:
             try:
                 self._require_fit(m, url)
@@ -111,7 +111,7 @@ class RemoteTeachers(Dropping):
                 self.teachers[m].remove(url, str(error))
 
     def _require_fit(self, m: int, url: str) -> None:
-        """Raise ServerUnavailable or UnusableModel unless the server can answer the calls to come."""
+        """Raise ServerUnavailable or UnusableModel unless the server can answer later calls of `score`."""
         servers, name = self.teachers[m], f"teachers.models.{m}: {url}"
         described = servers.ask(url, Request("/describe", accept=(httpx.codes.NOT_FOUND,)), _description)
         if described is None:

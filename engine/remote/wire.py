@@ -50,7 +50,7 @@ def pack_request(rollouts: Sequence[Rollout]) -> bytes:
 
 
 def unpack_request(content: bytes, vocabulary: int) -> list[Rollout]:
-    """Return a request's rollouts; raises as `unpack` and for ids outside the vocabulary."""
+    """Return a request's rollouts. Raise as `unpack` does, and ValueError for ids outside the vocabulary."""
     int32 = torch.int32
     tokens, lengths = unpack(content, tokens=(int32, (None,)), lengths=(int32, (None, 2)))
     if bool((lengths < 0).any()) or int(lengths.sum()) != len(tokens):

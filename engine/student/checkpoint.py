@@ -80,9 +80,9 @@ class Checkpoints:
     def restore(self, student: Student, step: int | None = None) -> tuple[int, Any]:
         """Load the checkpoint of `step` or the newest: bit for bit on the same number of ranks.
 
-        Return the step to resume from (0 without a checkpoint), and this rank's `extra`, None if the
-        number of ranks has changed. Raise UnusableCheckpoint if it is damaged, of another run or strategy, or
-        (DeepSpeed) of another number of ranks.
+        Return the step to resume from (0 without a checkpoint), and this rank's `extra`, which is None if the
+        number of ranks has changed. Raise UnusableCheckpoint if the checkpoint is damaged, or was saved by
+        another run, under another strategy or (DeepSpeed) by another number of ranks.
         """
         found = self._complete() if step is None else [self.folder / _name(step)]
         newest = distributed.broadcast_object(found[-1] if found else None)
@@ -121,7 +121,7 @@ class Checkpoints:
         return self.newest, process["extra"] if same_ranks else None
 
     def _run(self, given: str | None = None) -> str:
-        """Return the identity of the run. If it has none yet, this is `given` or a new one."""
+        """Return the identity of the run. A run without an identity takes `given` or a new one."""
         file = self.folder.parent / "id"
         if not file.exists():
             write_atomically(file, (given or uuid4().hex).encode())
@@ -207,7 +207,7 @@ def read_manifest(folder: Path, remove: str = "remove the folder to resume") -> 
 
 
 def require_whole(export: Path) -> None:
-    """Raise UnusableCheckpoint if an export differs from its manifest, if any; a collective call."""
+    """Raise UnusableCheckpoint if an export has a manifest and differs from it; a collective call."""
     if distributed.on_rank0((export / MANIFEST_DIGEST).exists):
         read_manifest(export, "to repeat its run, remove the run's folder")
 

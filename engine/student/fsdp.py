@@ -23,7 +23,7 @@ from smopd.engine.student.optimizers import optimizer
 from smopd.engine.student.strategy import Output, Policy, Stats, ThroughHead
 from smopd.engine.types import TokenBatch
 
-ROOT_ONLY = 1_000_000_000  # parameters (ours): there, wrapping only the root costs 8 GB more
+ROOT_ONLY = 1_000_000_000  # parameters (ours): at this size, wrapping only the root takes 8 GB more
 _PLAIN: dict[str, Collection[str]] = {
     dcp.metadata.__name__: [name for name, found in vars(dcp.metadata).items() if isinstance(found, type)],
     "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
@@ -93,7 +93,7 @@ class Fsdp2:
 
     def _state(self) -> dict[str, Any]:
         options = StateDictOptions(ignore_frozen_params=self._frozen())
-        if not self.optimizer.state:  # torch initializes it by a step with zero gradients: reset the counter
+        if not self.optimizer.state:  # torch initializes it by a zero-gradient step, so reset the counter
             get_state_dict(self.policy, self.optimizer, options=options)
             for state in self.optimizer.state.values():
                 if "step" in state:
@@ -122,8 +122,9 @@ def _grid(shard_size: int | None, device: torch.device) -> DeviceMesh | None:
 def _shard(policy: Policy, settings: TrainSettings, device: torch.device) -> Policy:
     """Shard each decoder layer and the root in place; gradients are summed over ranks, not averaged.
 
-    On one rank only the root of a small model is wrapped, because hooks of each layer cost more host time
-    than the layer takes on a GPU. This keeps two more fp32 gradients, so large models are wrapped by layer.
+    On one rank only the root of a small model is wrapped, because a layer's hooks take more host time
+    than the layer takes on a GPU. A wrapped root keeps two more fp32 gradients, so large models are wrapped
+    by layer.
     """
     offload, several = settings.offload_optimizer, distributed.world_size() > 1
     cast = None if settings.compute_dtype == "float32" else getattr(torch, settings.compute_dtype)
@@ -145,7 +146,7 @@ def _shard(policy: Policy, settings: TrainSettings, device: torch.device) -> Pol
 
 
 def _member(enumeration: Any, name: str) -> Enum:
-    """Return a member of an enumeration, which Python 3.11.0 to 3.11.3 pickle as a call of getattr."""
+    """Return a member of an enumeration. Python 3.11.0 to 3.11.3 pickle a member as a call of getattr."""
     if not (isinstance(enumeration, type) and issubclass(enumeration, Enum)):
         raise pickle.UnpicklingError(f"it names builtins.getattr of {enumeration!r}")
     return enumeration[name]

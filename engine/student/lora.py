@@ -81,13 +81,13 @@ def _targets(model: PreTrainedModel, wanted: list[str]) -> list[str]:
 
 
 def _last(name: str) -> str:
-    """Return the last part of a dotted name or, if that is a number, the last two."""
+    """Return the last part of a dotted name or, if that is a number, the last two parts."""
     parts = name.split(".")
     return ".".join(parts[-2:]) if parts[-1].isdigit() else parts[-1]
 
 
 def _served(model: PreTrainedModel, targets: list[str]) -> set[str]:
-    """Return the targets that peft keeps; it moves others to fused experts, which `merged` cannot merge."""
+    """Return the targets that peft keeps. It moves others to fused experts, whose adapters `merged` lacks."""
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(r=1, target_modules=targets)
@@ -99,7 +99,7 @@ def _served(model: PreTrainedModel, targets: list[str]) -> set[str]:
 def merged(
     tensors: Mapping[str, Tensor], lora: Lora, full: Callable[[Tensor], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the base's weights by name, as W + (alpha / rank) B A in fp32 where there is an adapter.
+    """Yield the base's weights by name. A weight with an adapter is W + (alpha / rank) B A, in fp32.
 
     tensors: the sharded state dict, in the same order on every rank; full: gathers a tensor.
     """

@@ -56,7 +56,7 @@ def optimizer(policy: nn.Module, settings: Optimiser) -> torch.optim.Optimizer:
 
 
 def apply_settings(made: torch.optim.Optimizer, settings: Optimiser) -> None:
-    """Set AdamW's settings again, after a checkpoint has restored the ones it was saved with."""
+    """Set AdamW's settings again, after a checkpoint has restored the settings that it was saved with."""
     if settings.optimizer == "adamw":
         for group in made.param_groups:
             group |= {"betas": settings.betas, "eps": settings.adam_eps}
@@ -64,7 +64,7 @@ def apply_settings(made: torch.optim.Optimizer, settings: Optimiser) -> None:
 
 
 def schedule(settings: Optimiser, updates: int) -> Callable[[int], float]:
-    """Return `settings.schedule` for a run of `updates` updates; ValueError as `resolve`."""
+    """Return `settings.schedule` for a run of `updates` updates. Raise ValueError as `resolve` does."""
     factor = resolve(settings.schedule, SCHEDULES)
     return lambda update: factor(update, updates)
 

@@ -77,7 +77,7 @@ class Student:
             checkpoint_activations(model)
         train_mode(policy)
         if settings.compile:
-            for layer in decoder_layers(model):  # hooks and checkpointing stay outside
+            for layer in decoder_layers(model):  # hooks and checkpointing stay uncompiled
                 layer.forward = torch.compile(layer.forward)
         make = Fsdp2 if settings.strategy == "fsdp2" else DeepSpeedZero
         self.strategy: Strategy = make(policy, settings, device)
@@ -97,7 +97,7 @@ class Student:
         dtype = self.settings.compute_dtype
         if dtype == "float32" or self.lora is not None:  # `choose` has checked this dtype
             return
-        rollouts = check_rollouts(self.model)[:2]  # the short ones
+        rollouts = check_rollouts(self.model)[:2]  # the short rollouts
         ids_N = torch.cat([rollout.response_ids for rollout in rollouts]).to(self.device)
         each_N = torch.full(ids_N.shape, 1 / len(ids_N), device=self.device)
         tokens = LossTokens(token_ids_N=ids_N, adv_N=torch.ones_like(each_N), pg_weight_N=each_N)

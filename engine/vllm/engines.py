@@ -60,12 +60,12 @@ class Engine:
     """A vLLM engine made by `engine`.
 
     Attributes:
-        sleeps: it leaves the GPU between uses.
+        sleeps: whether it leaves the GPU between uses.
         memory: its GPU memory; None on a CPU.
         holds: identity of the files that its weights come from; None for other weights.
         asleep: what is off the GPU now: none, one or both of "weights" and "kv_cache".
         trouble: why it cannot serve, or "".
-        broken: vLLM failed during a load, so later loads may be silently wrong.
+        broken: whether vLLM failed during a load, so that later loads may be silently wrong.
     """
 
     llm: LLM
@@ -131,7 +131,7 @@ _working = threading.RLock()
 
 @contextmanager
 def exclusive(settings: Vllm) -> Iterator[None]:
-    """Let one colocated engine work at a time: vLLM's forward context is global. NoServer if one has died."""
+    """Let one colocated engine work at a time: its forward context is global. NoServer if it has died."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     with _working if settings.placement == "colocated" else nullcontext():
@@ -160,13 +160,13 @@ def engine(role: str, path: str | Path, settings: Vllm, **options: Any) -> Engin
         made = _engines[key] = _make(role, path, settings, architecture, options)
     elif made.holds != files:
         made.load(stored(path, architecture))
-        made._wake(made.asleep)  # as a new engine is
+        made._wake(made.asleep)  # as a new engine is awake
     made.holds = files
     return made
 
 
 def of_sharing_ranks(settings: Vllm, own: T) -> tuple[list[T], int]:
-    """Gather `own` from the ranks that share a model, and return it with this rank's index; collective."""
+    """Return `own` of each rank that shares this rank's model, and this rank's index; a collective call."""
     if settings.placement == "process" or settings.tensor_parallel_size == 1:
         return [own], 0
     from vllm.distributed import get_tp_group
@@ -185,7 +185,7 @@ def _architecture(path: str, files: str) -> Architecture:
 
 
 def warm_cache(path: str) -> None:
-    """Read the architecture now: in another thread, that would change torch's default dtype for all."""
+    """Read the architecture now. Reading it in another thread would change all threads' default dtype."""
     _architecture(path, identity(path))
 
 
@@ -255,7 +255,7 @@ def _model_classes() -> dict[Any, tuple[tuple[type, ...], dict[str, Any]]]:
 
 
 def _give_back(llm: LLM, before: Mapping[Any, tuple[tuple[type, ...], dict[str, Any]]]) -> None:
-    """Undo what vLLM's Transformers backend changed in transformers' classes; give its modules other classes.
+    """Undo vLLM's changes to transformers' classes, and give vLLM's modules changed classes of their own.
 
     Otherwise the trainer's models, which are of transformers' classes, could not be called any more.
     """
@@ -313,7 +313,7 @@ def _arguments(path: str, settings: Vllm) -> dict[str, Any]:
     if not torch.cuda.is_available():
         given.pop("gpu_memory_utilization", None)
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
-        # A seeded request whose prompt is split needs its random state reset, which a CPU's does not support.
+        # A seeded request with a split prompt resets its generator's state; a CPU's generator cannot do that.
         arguments["enable_chunked_prefill"] = False
     if settings.placement == "process":
         from smopd.engine.vllm.transfer import BACKEND, EXTENSION
@@ -360,7 +360,7 @@ def engine_environment(settings: Vllm) -> dict[str, str | None]:
 @contextmanager
 def restoring_process_state(environment: dict[str, str | None] | None = None) -> Iterator[None]:
     """Restore RNG states, environment, thread count and logging, which vLLM changes."""
-    import torch._dynamo  # reads the environment on import, so before it changes
+    import torch._dynamo  # before the environment changes: this import reads it
 
     old_environment = dict(os.environ)
     old_random, old_numpy = random.getstate(), np.random.get_state()

@@ -66,7 +66,7 @@ def engine_memory(
 ) -> EngineMemory:
     """Return the memory of an engine.
 
-    width: bytes of a weight and of a cached number; longest: positions of its longest sequence; samples:
+    width: bytes of a weight and of a cached number; longest: positions of the longest sequence; samples:
     False for an engine that scores with the pooler's head.
     """
     parallel = settings.tensor_parallel_size
@@ -89,7 +89,7 @@ def engine_memory(
 def vllm_arguments(
     settings: Vllm, memory: EngineMemory, gpu: Gpu, *, sleeps: bool, samples: bool
 ) -> dict[str, Any]:
-    """Return the memory arguments of vllm.LLM, which checks that `gpu_memory_utilization` is free."""
+    """Return the memory arguments of vllm.LLM, which checks that this share of the memory is free."""
     if settings.gpu_memory_share is not None and settings.kv_cache_bytes is None:
         return {"gpu_memory_utilization": settings.gpu_memory_share}
     least, room = memory.total - memory.work, gpu.free if sleeps else gpu.room

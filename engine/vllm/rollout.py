@@ -23,7 +23,7 @@ from smopd.engine.vllm.engines import SAMPLES, engine, of_sharing_ranks
 if TYPE_CHECKING:
     from vllm import LLM
 
-LOWEST_TEMPERATURE = 0.01  # vLLM silently raises lower ones to this
+LOWEST_TEMPERATURE = 0.01  # vLLM silently raises lower temperatures to this
 
 
 class Sample(NamedTuple):

@@ -36,9 +36,9 @@ _lora_ids = itertools.count(1)  # vLLM keys adapters by number
 
 @dataclass(frozen=True)
 class Base:
-    """A model in vLLM that serves itself, adapters of it, or both as teachers.
+    """A model in vLLM. It is a teacher itself, the base of teachers that are its adapters, or both.
 
-    role: that of its engine; bases of one role take turns. members: each teacher's index and adapter or None.
+    role: its engine's role; bases of one role take turns. members: each teacher's index, and adapter or None.
     """
 
     path: str
@@ -134,14 +134,14 @@ class VllmTeachers(Dropping):
             convert="embed",
             pooler_config=PoolerConfig(task=TASK),
             worker_extension_cls=WORKER,
-            skip_tokenizer_init=False,  # vLLM's pooling front end needs one
+            skip_tokenizer_init=False,  # vLLM's pooling front end needs a tokenizer
         )
 
 
 def read_bases(
     paths: Sequence[str | Path], tokens: int, engines: int | None, role: str, settings: Vllm
 ) -> list[Base]:
-    """Group the teachers by base model, the model itself before its adapters."""
+    """Group the teachers by base model. A model that is a teacher itself precedes its adapters."""
     groups: dict[str, tuple[str, list[tuple[int, Adapter | None]]]] = {}
     for member, path in enumerate(paths):
         adapter = read_adapter(path)
@@ -169,7 +169,7 @@ def lora_request(adapter: Adapter) -> LoRARequest:
 
 
 def lora_rank(adapter: Adapter) -> int:
-    """Return the least LORA_RANKS that fits the adapter; raises UnusableModel if vLLM cannot serve it."""
+    """Return the least of LORA_RANKS that fits the adapter. Raise UnusableModel if vLLM cannot serve it."""
     try:
         helper = PEFTHelper.from_dict(adapter.config)
         needed = max([helper.r, *helper.rank_pattern.values()])

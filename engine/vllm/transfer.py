@@ -1,7 +1,7 @@
 """The receiving end of `engine.weights.transport` in vLLM.
 
-vLLM's workers import this module, which registers a weight-transfer engine. A process that makes one ends
-when its caller ends.
+vLLM's workers import this module, which registers a weight-transfer engine. When vLLM makes this engine, its
+process starts to watch its caller, and ends soon after the caller does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Extension:
     _weight_update_active: bool
 
     def forget_weight_update(self) -> None:
-        """Allow a new update after the sender of the last one died."""
+        """Allow a new update after the sender of the last update died."""
         self._weight_update_active = False
 
 

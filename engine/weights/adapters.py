@@ -58,8 +58,8 @@ def use(model: PreTrainedModel, name: str | None) -> None:
 def read_adapter(path: str | Path) -> Adapter | None:
     """Read the LoRA adapter in the folder `path`; None if there is no adapter_config.json.
 
-    Raise UnusableModel if it is not LoRA, names no base, adapts the embeddings or the head, or holds weights
-    other than low-rank matrices, which would replace those of the shared base.
+    Raise UnusableModel if the adapter is not LoRA, names no base, adapts the embeddings or the head, or holds
+    weights other than low-rank matrices, which would replace those of the shared base.
     """
     folder = Path(path).expanduser()
     file = folder / "adapter_config.json"

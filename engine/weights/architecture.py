@@ -74,9 +74,9 @@ def _require_tied(path: str, tied: tuple[str, str]) -> None:
 
 
 class Checked:
-    """A stream of weights in the form of files that ends at the first mistake and keeps it in `error`.
+    """A stream of weights as files store them. It ends at the first mistake, which it keeps in `error`.
 
-    An exception would leave vLLM with half-loaded layers. vLLM silently leaves out weights in another form.
+    An exception would leave vLLM with half-loaded layers. vLLM silently skips weights in another form.
     """
 
     def __init__(self, architecture: Architecture, weights: Iterable[tuple[str, Tensor]]):
@@ -117,7 +117,7 @@ def checked(
             yield name, value
             if tied and name == tied[0] and tied[1] in missing:
                 missing.discard(tied[1])
-                yield tied[1], value  # without it vLLM keeps the old head
+                yield tied[1], value  # without this vLLM keeps the old head
         del value  # frees it before the next one is made
     if missing:
         raise ValueError(f"load_weights: the stream lacks {len(missing)} weights, first {min(missing)!r}")

@@ -92,7 +92,7 @@ def parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
 
 
 def on_cpu(value: Tensor) -> Tensor:
-    """Return a copy in contiguous memory of its own, which safetensors needs for a tied head."""
+    """Return a CPU copy in contiguous memory of its own, which safetensors needs for a tied head."""
     return torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
 
 
