@@ -49,7 +49,7 @@ def room_for(path: Path) -> Iterator[None]:
 
 
 def _reason(error: BaseException | None) -> int | None:
-    """Return the error number of a refused write, 0 if it is unknown, None if there is no such error."""
+    """Return the error number of a refused write, 0 if that is unknown, None if no write was refused."""
     if error is None:
         return None
     if isinstance(error, OSError) and error.errno:

@@ -39,9 +39,9 @@ class TeacherEngine(Protocol):
     """The number of entries on this rank so far that were vocabulary padding and became empty slots."""
 
     def score(self, rollouts: Sequence[Rollout], kappa: int, temperature: float) -> TeacherTopK:
-        """Return each teacher's `kappa` largest log-probabilities at `temperature`, and the sampled tokens'.
+        """Return each teacher's `kappa` largest log-probabilities, and those of the sampled tokens.
 
-        Log-probabilities are normalized over the teacher's whole vocabulary. An empty slot has id 0 and -inf.
+        They are at `temperature`, over the teacher's whole vocabulary. An empty slot has id 0 and logp -inf.
 
         Args:
             kappa: with 0, only the sampled tokens' log-probabilities are returned (S = 0).

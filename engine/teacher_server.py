@@ -3,12 +3,12 @@
     python -m smopd.engine.teacher_server PATH --port 8100 --vocabulary 151936
 
 `POST /score?kappa=16&temperature=1.0` returns the top kappa at each response token. Requests and answers are
-safetensors (smopd/engine/remote/wire.py). With `weights=DIGEST` (from /describe), other weights are an error.
-Malformed requests get status 400, and requests of more than MAX_REQUEST_BYTES get 413. The server keeps no
-state, so a request may be repeated.
+safetensors (smopd/engine/remote/wire.py). A request with `weights=DIGEST` (from /describe) fails if the
+server holds other weights. Malformed requests get status 400, and requests of more than MAX_REQUEST_BYTES get
+413. The server keeps no state, so a request may be repeated.
 
 If the environment variable SMOPD_SERVER_TOKEN is set, every request needs `Authorization: Bearer TOKEN`.
-Clients with the same variable send it. Nothing is encrypted: use this server inside a private network.
+Clients take it from the same variable. Nothing is encrypted: use this server inside a private network.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class Layout:
 class Piece(NamedTuple):
     """A range of flat positions that attends causally to itself and to all of a shared prompt.
 
-    A prompt and its first response form one piece, each further response another. Padding is a piece too.
+    A prompt and its first response form one piece. Each further response forms a piece, and so does padding.
     """
 
     begin: int

@@ -1,7 +1,7 @@
 """Choice of the backend: C++ (cpp) on a CPU, Triton on a GPU, else plain PyTorch (reference).
 
-SMOPD_BACKEND=reference|cpp|triton forces a backend; a call that it cannot serve then raises. Operations that
-it does not implement still run on the reference. On a CPU, triton needs TRITON_INTERPRET=1.
+SMOPD_BACKEND=reference|cpp|triton forces a backend; a call that this backend cannot serve raises. Operations
+that it does not implement still run on the reference. On a CPU, triton needs TRITON_INTERPRET=1.
 """
 
 import functools
@@ -39,7 +39,7 @@ def serving(op: str, tensor: Tensor, **facts: Any) -> Callable[..., Any]:
 
     facts: other sizes that backends limit: n_vocab (if the tensor is not the logits), kappa, n_support
         (target entries), n_pooled (candidates of all teachers).
-    Raise ValueError for an unknown SMOPD_BACKEND, and RuntimeError if it cannot serve this call.
+    Raise ValueError for an unknown SMOPD_BACKEND, and RuntimeError if the forced backend cannot serve.
     """
     function = getattr(_module(MODULES[op][backend_for(op, tensor, **facts)]), op)
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():

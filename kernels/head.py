@@ -1,8 +1,8 @@
 """A linear head in chunks of rows: its logits and two gradients, without an fp32 copy of the whole weight.
 
 Products are accumulated in fp32 or better. If a half-precision GEMM cannot return fp32, and on CPUs without
-bf16 instructions, the factors are converted piece by piece. oneDNN's bf16 product on AMX (torch 2.13) reads
-the left factor past the end of a row and multiplies the padding by 0, so the padding must be finite.
+bf16 instructions, the factors are converted to fp32 piece by piece. oneDNN's bf16 product on AMX (torch 2.13)
+reads the left factor past the end of a row and multiplies the padding by 0, so the padding must be finite.
 
 Shapes: N tokens, V vocabulary (or a piece of it), D hidden.
 """
@@ -81,7 +81,7 @@ def logits_into(out_NV: Tensor, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Te
 
 
 def hidden_gradient_into(out_ND: Tensor, dlogits_NV: Tensor, weight_VD: Tensor) -> None:
-    """Compute out = dlogits @ weight in the weight's dtype."""
+    """Compute out = dlogits @ weight, with `out` in the weight's dtype."""
     if _one_gemm(dlogits_NV, out_ND):
         torch.mm(dlogits_NV, weight_VD, out=out_ND)
         return
@@ -116,7 +116,7 @@ def _product_into(out: Tensor, left: Tensor, right: Tensor, accumulate: bool) ->
 
 
 def _one_gemm(factor: Tensor, out: Tensor, accumulate: bool = False) -> bool:
-    """Return whether one GEMM of such factors computes `out` precisely and fast."""
+    """Return whether one GEMM of factors like `factor` computes `out` precisely and fast."""
     if factor.dtype == compute_dtype(factor.dtype) or (factor.is_cuda and torch.version.hip is None):
         return True
     rounded_once = factor.dtype == out.dtype and not accumulate
@@ -128,7 +128,7 @@ def cpu_multiplies_bf16() -> bool:
 
 
 def _pieces(weight_VD: Tensor, n_rows: int) -> Iterator[slice]:
-    """Yield slices of the weight's rows whose fp32 copy, or (N, slice) in fp32, takes about PIECE_BYTES."""
+    """Yield slices of V: (slice, D) and (N, slice) in fp32 take at most about PIECE_BYTES each."""
     step = max(64, PIECE_BYTES // (4 * max(weight_VD.shape[1], n_rows, 1)))
     for start in range(0, weight_VD.shape[0], step):
         yield slice(start, min(start + step, weight_VD.shape[0]))

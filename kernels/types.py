@@ -124,11 +124,11 @@ class LossSettings:
         dual_clip: c above 1, which limits the surrogate of a negative advantage to c * |adv|. None: off.
         opd_coef: lambda of Eq. 9; multiplies the forward KL and the reverse term.
         entropy_coef: multiplies the weighted entropy, which the loss subtracts.
-        kappa: entries kept of the teachers' candidates; used only with LossTokens.teacher_*.
+        kappa: how many of the teachers' candidates are kept; used only with LossTokens.teacher_*.
         merge: merge equal ids of the teachers by logsumexp before the cut (Eq. 5); else pool them (Eq. 6).
         tail: add a bucket for the tokens outside the target's support, in student and target.
-        temperature: of the ratio and the entropy; use the rollout's.
-        kl_temperature: of the student in the forward KL; use the teachers'.
+        temperature: of the ratio and the entropy; use the temperature of the rollouts.
+        kl_temperature: of the student in the forward KL; use the temperature of the teachers.
         reverse_kl_surrogate: "paper": -clip(ratio) * adv, as in Eq. 17; "ppo": with PPO's min.
     """
 

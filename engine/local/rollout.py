@@ -44,7 +44,7 @@ ALIGNED = 16  # positions (ours): torch's kernels copy masks whose rows are not 
 
 
 class Begun(NamedTuple):
-    """The state after the prefill. It has one row for each response, its cache one for each prompt."""
+    """The state after the prefill: tensors with one row per response, and a cache with one row per prompt."""
 
     cache: Cache
     logits_RV: Tensor
@@ -376,7 +376,7 @@ class Decoder:
             counter.add_(1)
 
     def _advance(self) -> None:
-        """Compute a token. The first of each shape warms up, the second is captured, the others replay."""
+        """Compute a token. Per shape, the first call warms up, the second captures, and later ones replay."""
         if self.engine.graphs and self.warm and self.graph is None:
             self._capture()
         if self.graph is not None:

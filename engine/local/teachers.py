@@ -52,7 +52,7 @@ class Dropping:
         self.dropped += entries
 
     def inside(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], Tensor]:
-        """Return the rollouts with ids clamped to the teachers' vocabularies, and (N,) bool: clamped or not.
+        """Return the rollouts with ids clamped to the teachers' vocabularies, and (N,) bool: whether clamped.
 
         The caller sets the log-probabilities of clamped tokens to -inf.
         """

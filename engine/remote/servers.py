@@ -158,11 +158,11 @@ class Servers:
         return [url for url in self.urls if url not in self.removed]
 
     def ask(self, url: str, request: Request, read: Callable[[httpx.Response], A]) -> A:
-        """Return `read(response)` of one server; on failure raise ServerUnavailable without removing it."""
+        """Return `read(response)` for one server; on failure raise ServerUnavailable without removing it."""
         return self._run(self._ask(url, request, read))[0]
 
     def each(self, request: Request, read: Callable[[httpx.Response], A]) -> dict[str, A]:
-        """Ask every server, remove those that fail, and return `read` by URL; raise NoServer if all fail."""
+        """Ask every server, remove those that fail, and return results by URL; raise NoServer if all fail."""
 
         async def one(url: str) -> None:
             try:

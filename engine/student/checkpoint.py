@@ -38,8 +38,8 @@ class UnusableCheckpoint(Failure, RuntimeError):
 class Checkpoints:
     """The last `keep` checkpoints of a run in `folder`.
 
-    Older ones stay until `confirm`, because finite weights may still have diverged. All methods but `confirm`
-    are collective calls.
+    Older checkpoints stay until `confirm`, because finite weights may still have diverged. All methods but
+    `confirm` are collective calls.
     """
 
     def __init__(self, folder: Path, keep: int):
@@ -78,7 +78,7 @@ class Checkpoints:
                     log.warning("%s: not removed: %s", old, error)
 
     def restore(self, student: Student, step: int | None = None) -> tuple[int, Any]:
-        """Load the checkpoint of `step` or the newest: bit for bit on the same number of ranks.
+        """Load the checkpoint of `step` or the newest. On the same number of ranks, it resumes bit for bit.
 
         Return the step to resume from (0 without a checkpoint), and this rank's `extra`, which is None if the
         number of ranks has changed. Raise UnusableCheckpoint if the checkpoint is damaged, or was saved by

@@ -70,6 +70,6 @@ def schedule(settings: Optimiser, updates: int) -> Callable[[int], float]:
 
 
 def last_share(update: int, updates: int, share: float) -> float:
-    """Return a warm start's factor: 1, then linear to 0 over the last `share` of the updates."""
+    """Return a warm start's factor: 1, then a linear fall to 0 over the last `share` of the updates."""
     begin = round(updates * (1 - share))
     return min(1.0, max(0.0, (updates - update) / max(1, updates - begin)))

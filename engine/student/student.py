@@ -120,7 +120,7 @@ class Student:
             raise UnusableModel(f"student.compute_dtype: {text}; expected float32, in which it works")
 
     def logps(self, rollouts: Sequence[Rollout], temperature: float, *, adapters: bool = True) -> Tensor:
-        """Return the tokens' (N,) fp32 log-probabilities; without `adapters`, of LoRA's base; collective."""
+        """Return the tokens' (N,) fp32 logps, under LoRA's base if not `adapters`; a collective call."""
         with nullcontext() if adapters else lora.adapters_disabled(self.model):
             logp_N = self.topk(rollouts, 0, temperature).token_logp_N
         assert logp_N is not None

@@ -1,7 +1,7 @@
 """vLLM engines, created once per role and then given new weights in place.
 
-Colocated engines live in the training process, one on every rank; others in a process of their own. All are
-kept until the process ends, because garbage-collecting one destroys the caller's process group.
+Colocated engines live in the training process, one on every rank; other engines live in their own processes.
+All are kept until the training process ends, because collecting one destroys the caller's process group.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ class VllmTeachers(Dropping):
         settings: max_model_len must cover a prompt with its response.
         vocabulary: the student's vocabulary size. A teacher's may be larger because of padding.
         tokens: size of the student's tokenizer, the minimum for a teacher's vocabulary; None: `vocabulary`.
-        engines: number of engines that the models share; None: one each. With fewer, models take turns, and
-            each loads its weights at most once per call.
+        engines: number of engines that the models share; None: one per model. With fewer, models take turns,
+            and each loads its weights at most once per call.
         role: distinguishes these engines from others in the process.
     """
 
@@ -116,7 +116,7 @@ class VllmTeachers(Dropping):
         return self.without_padding(own)
 
     def _together(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], slice]:
-        """Gather the non-empty rollouts of ranks that share a model, and the slice of this rank's tokens."""
+        """Return the non-empty rollouts of ranks that share a model, and the slice of this rank's tokens."""
         own = [rollout for rollout in rollouts if rollout.n_tokens]
         gathered, rank = of_sharing_ranks(self.settings, own)
         before = [rollout for part in gathered[:rank] for rollout in part]

@@ -106,7 +106,7 @@ def checked(
     shapes: Mapping[str, torch.Size],
     tied: tuple[str, str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights, a tied head once, after the embedding; ValueError if one is wrong or missing."""
+    """Yield the weights, and a tied head once, after the embedding; ValueError if any is wrong or missing."""
     missing = set(shapes)
     for name, value in weights:
         if shapes.get(name) != value.shape:
@@ -134,7 +134,7 @@ def stored(path: str, architecture: Architecture) -> Iterator[tuple[str, Tensor]
 
 
 def weight_files(path: str) -> dict[str, str]:
-    """Map each weight of a folder or hub id to its safetensors file here; empty if there are none."""
+    """Map each weight of a folder or hub id to its local safetensors file; empty if there are none."""
     single = file_at(path, SAFE_WEIGHTS_NAME)
     if single is not None:
         with safe_open(single, framework="pt") as file:

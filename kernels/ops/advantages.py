@@ -59,8 +59,8 @@ def gdpo_advantages(
         weights_K: (K,) or None: all 1. After whitening only their ratios matter.
         lengths_R: (R,) response lengths in tokens; required by "tokens". A response of length 0 gets 0.
         whiten: "responses", "tokens" or None.
-        process_group: whiten over its ranks with one all-reduce of (n, mean, M2). Every rank must call, even
-            without responses.
+        process_group: whiten over its ranks with one all-reduce of (n, mean, M2). Every rank must call
+            this function, even without responses.
     Returns:
         adv_R: (R,); zeros if there are fewer than two samples to whiten.
     """
@@ -83,8 +83,8 @@ def gd2po_advantages(
 
     As in the official code, each reward is normalised in its group to A_k. A response conflicts if some
     w_k A_k with |A_k| > 1e-8 are positive and others negative; with snr_threshold, the ratio
-    |sum_k w_k A_k| / (sum_k |w_k A_k| + norm_eps) must also be below it. A conflicting response gets 0; any
-    other gets sum_k w_k A_k times the kept share of its group. Whitening is over the kept responses.
+    |sum_k w_k A_k| / (sum_k |w_k A_k| + norm_eps) must also be below the threshold. A conflicting response
+    gets 0; any other gets sum_k w_k A_k times the kept share of its group. Only kept responses are whitened.
 
     Args:
         rewards_RK, group_R, weights_K, lengths_R, whiten, process_group: see gdpo_advantages.

@@ -1,6 +1,6 @@
 """Attention on a CPU without a mask: each piece attends to itself and to the prompt it shares with others.
 
-The two results are combined by their log-sum-exp. All is fp32: bf16 products are slow on many CPUs.
+The two results are combined by their log-sum-exp. All is in fp32: bf16 products are slow on many CPUs.
 
 Shapes: T positions of a packed batch, H heads, K key-value heads, G = H / K, d head dimension.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 Piece = tuple[int, int, int, int]
-"""Start and end of its rows, then start and end of its prompt's rows (equal if there is no prompt)."""
+"""Start and end of the piece's rows, then start and end of its prompt's rows (equal if it has no prompt)."""
 
 
 def by_halves(

@@ -1,4 +1,4 @@
-"""The teachers' mixture as a sparse target, and the student's forward KL to such a target (by loss_rows)."""
+"""The teachers' mixture as a sparse target, and the student's forward KL to it, computed by loss_rows."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def teacher_mixture(
 ) -> Mixture:
     """Keep the kappa largest log alpha + log p of all teachers' candidates (Eq. 6).
 
-    merge=True first joins equal ids by logsumexp: the exact mixture (Eq. 5) of the candidates. merge=False
-    keeps repeats, as the paper does. Neither renormalises. Ties go to the lower id if merged, else to the
-    lower teacher and then to its earlier entry. Not differentiable.
+    merge=True first joins equal ids by logsumexp, which gives the exact mixture (Eq. 5) of the candidates.
+    merge=False keeps repeats, as the paper does. Neither result is renormalised. Ties go to the lower id if
+    merged, else to the lower teacher and then to its earlier entry. Not differentiable.
 
     Args:
         ids_NMS: (N, M, S) int32 or int64; any value in an empty slot.
@@ -78,7 +78,7 @@ def topk_forward_kl(
         kl_N    = (target_logps_NS.exp() * (target_logps_NS - logq_NV.gather(-1, target_ids_NS))).sum(-1)
 
     kl_N is the summand of Eq. 7. The target is used as given: not renormalised, not clamped, with its
-    repeats, so kl_N can be negative. It is infinite if the student's logp is -inf on the support.
+    repeats, so kl_N can be negative. kl_N is infinite if the student's logp of a target id is -inf.
 
         dlogits_v = (1/T) [dkl (Q p_v - sum_{s: v_s = v} q_s) + dlogp ([v = y] - p_v)],  Q = sum_s q_s
 

@@ -1,6 +1,6 @@
 """Registration of the operators torch.ops.smopd.*: each is one node for torch.compile and torch.export.
 
-A call takes at most two thirds of the host time of one through torch.library.custom_op.
+A call takes at most two thirds of the host time of a call through torch.library.custom_op.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ tokens at a time:
 logits   = hidden @ weight.T + bias     in the inputs' dtype
 dlogits  = loss_rows(logits)            in the memory of the logits
 dhidden  = dlogits @ weight             of the chunk's tokens
-dweight += dlogits.T @ hidden           in fp32 (fp64 for fp64); one chunk: in the weight's dtype
+dweight += dlogits.T @ hidden           in fp32 (fp64 for fp64); if there is one chunk, in the weight's dtype
 dbias   += dlogits.sum(0)
 """
 
@@ -58,8 +58,8 @@ def smopd_loss(
         logits_NV: (N, V), unit stride along V.
         tokens: of the same N and device.
         inplace: write the gradient into the memory of the logits, which must be the whole output of an
-            operation. Any later use of the logits raises, and so does a second backward. Without
-            requires_grad nothing is written.
+            operation. Any later use of the logits raises, and so does a second backward. If the
+            logits require no gradient, nothing is written.
     Returns:
         loss: 0-dim, differentiable (once) in logits_NV; and detached LossStats.
     """
@@ -210,7 +210,7 @@ class _LossInPlace(torch.autograd.Function):
     """Overwrites the logits with the gradient and marks their owner dirty, so that later uses raise.
 
     owner: the base tensor of the logits; autograd cannot mark a view dirty if there are other outputs.
-    layout: size, stride and offset of the logits in it.
+    layout: size, stride and offset of the logits in the owner.
     """
 
     @staticmethod
@@ -299,7 +299,7 @@ def _in_chunks(
     need: Sequence[bool],
     dweight_dtype: torch.dtype,
 ) -> tuple[TokenTerms, Tensor, Tensor, Tensor]:
-    """Compute all tokens' terms and the gradients of hidden, weight and bias, (0,) if not needed."""
+    """Compute all tokens' terms and the gradients of hidden, weight and bias; (0,) for one not needed."""
     n_vocab, wide = weight_VD.shape[0], compute_dtype(hidden_ND.dtype)
     loss_rows = serving_rows(hidden_ND, tokens, settings, n_vocab=n_vocab)
     zero_grad_N = idle(coefficients(tokens, settings, wide))

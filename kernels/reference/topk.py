@@ -18,7 +18,7 @@ ROW_CHUNK_BYTES_CPU = 4 << 20  # fits the cache, and malloc reuses the memory
 
 
 def row_chunks(rows: Tensor) -> Iterator[slice]:
-    """Yield consecutive blocks of rows, at least one."""
+    """Yield consecutive blocks of rows, at least one block."""
     limit = ROW_CHUNK_BYTES_CPU if rows.device.type == "cpu" else ROW_CHUNK_BYTES
     n_rows, width = rows.shape[0], max(1, math.prod(rows.shape[1:]))
     step = max(1, limit // (width * compute_dtype(rows.dtype).itemsize))
@@ -96,7 +96,7 @@ def teacher_mixture(
 
 
 def _best(ids_NP: Tensor, logps_NP: Tensor, kappa: int) -> Mixture:
-    """Return the kappa best entries, the first of equal ones; pad with id 0 and logp -inf."""
+    """Return the kappa best entries; of equal ones the first wins. Missing ones have id 0 and logp -inf."""
     pad = torch.nn.functional.pad
     logps_NP, order_NP = logps_NP.sort(dim=-1, descending=True, stable=True)
     ids_NP = ids_NP.gather(-1, order_NP).masked_fill(logps_NP == -torch.inf, 0)
@@ -106,7 +106,7 @@ def _best(ids_NP: Tensor, logps_NP: Tensor, kappa: int) -> Mixture:
 
 
 def merge_sorted(ids_NP: Tensor, logps_NP: Tensor) -> tuple[Tensor, Tensor]:
-    """Join runs of equal ids (ids ascend) by logsumexp. Joined entries come first; the rest is 0, -inf."""
+    """Join runs of equal ids (ids ascend) by logsumexp. Joined entries come first; others are 0, -inf."""
     segment_NP = torch.zeros_like(ids_NP)
     segment_NP[:, 1:] = (ids_NP[:, 1:] != ids_NP[:, :-1]).cumsum(-1)
     empty_NP = torch.full_like(logps_NP, -torch.inf)
@@ -118,7 +118,7 @@ def merge_sorted(ids_NP: Tensor, logps_NP: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _run_sums(values_NP: Tensor, segment_NP: Tensor) -> Tensor:
-    """Return each segment's sum at its index, 0 elsewhere; segments ascend from 0.
+    """Return each segment's sum at the segment's number, 0 elsewhere; the numbers ascend from 0.
 
     The sums are built by doubling, in a fixed order. scatter_add on a GPU adds in no fixed order.
     """

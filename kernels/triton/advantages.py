@@ -96,7 +96,7 @@ def _is_dropped(adv_JK, weights_K, snr_threshold, norm_eps, SNR: tl.constexpr):
 def _order_kernel(
     group_ptr, sorted_ptr, order_ptr, n_responses, B: tl.constexpr, J: tl.constexpr, S: tl.constexpr
 ):
-    """Sort the ids, stably: a response's place is the number of smaller ids plus that of equal ids before it.
+    """Sort the ids stably. A response's place is the number of ids that are smaller, or equal and before it.
 
     Each program first checks whether the ids are already sorted; if so, each response keeps its place.
     """
@@ -129,7 +129,7 @@ def _order_kernel(
 
 
 def _in_order(group_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sorted ids and the row of each."""
+    """Return the sorted ids and the row of each id."""
     n_responses = group_R.shape[0]
     if n_responses > COUNTED:
         return group_R.sort(stable=True)
@@ -175,7 +175,7 @@ def _runs_kernel(
     HAS_WEIGHTS: tl.constexpr, SUMMED: tl.constexpr, DROP: tl.constexpr, SNR: tl.constexpr,
     WHITEN: tl.constexpr, TOKENS: tl.constexpr, K: tl.constexpr, B: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the advantages. group_ptr: the ids in ascending order; order_ptr: the row of each."""
+    """Compute the advantages. group_ptr: the ids in ascending order; order_ptr: the row of each id."""
     KV: tl.constexpr = 1 if SUMMED else K
     offs_k = tl.arange(0, K)
     live_K = offs_k < n_rewards

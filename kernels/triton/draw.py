@@ -32,7 +32,7 @@ def _parts_kernel(logits_ptr, stride_r, stats_ptr, n_vocab, n_parts, temperature
 
 @triton.jit
 def _passes(mass_B, offs_b, cumulative_B, aim, SIZE: tl.constexpr):
-    """Return the first index whose cumulative mass exceeds the aim, else the last one with any mass."""
+    """Return the first index whose cumulative mass exceeds the aim, else the last index with any mass."""
     first = tl.min(tl.where((cumulative_B > aim) & (mass_B > 0), offs_b, SIZE), 0)
     last = tl.max(tl.where(mass_B > 0, offs_b, 0), 0)
     return tl.where(first == SIZE, last, first)

@@ -23,9 +23,9 @@ _NATIVE = isinstance(row_kernel, JITFunction)  # else it runs in Triton's interp
 # Hash in this order: a kernel's key in Triton's cache depends on which of the two is hashed first.
 _KEYS = [kernel.cache_key for kernel in (row_kernel, split_kernel)] if _NATIVE else []
 _WARP = 32
-_REGISTERS = 1 << 16  # of an SM; maxnreg keeps ptxas from spilling to fit one more program
+_REGISTERS = 1 << 16  # of an SM; without maxnreg, ptxas would spill some to fit one more program
 _VECTOR_BYTES = 16
-_MAX_BLOCKS = 64  # of a row: skipped_NL has a bit for each
+_MAX_BLOCKS = 64  # of a row: skipped_NL has a bit for each block
 _MAX_ELEMENTS = 16  # per lane and block
 _SLOTS = 128  # of a target: one warp compares this many without spills
 MAX_VOCAB = _MAX_BLOCKS * 16 * _WARP * _MAX_ELEMENTS
@@ -120,7 +120,7 @@ def _splits(logits_NV: Tensor, slots: int, *, tail: bool, two: bool) -> bool:
 
 
 def _columns(tokens: LossTokens, settings: LossSettings) -> tuple[int, list[Tensor | None]]:
-    """Return `there`, a bit for each column that is given (and for PPO), and the columns.
+    """Return `there`, with a bit for each given column and one for PPO, and the columns.
 
     An absent column is replaced by adv_N to avoid another compiled variant; an absent reverse_adv stays None.
     """
@@ -204,7 +204,7 @@ def loss_rows(
         return terms
     warps, elements, most = _configuration(n_vocab, logits_NV.dtype, slots, aligned=aligned)
     lanes = warps * _WARP
-    # At least two: the last block may be partial, the others are whole. Two softmaxes take more registers.
+    # Hold at least two blocks, as the last may be partial. A second softmax takes the registers of one.
     blocks = triton.cdiv(n_vocab, lanes * elements)
     last = min(blocks, 2 if grad_NV is None else max(2, most - two))
     ahead = 2 if blocks > last > 2 else 1

@@ -1,7 +1,7 @@
 """The mixture kernel: adds log alpha, merges equal ids, keeps the kappa best candidates, sums their mass.
 
 64-bit keys are sorted in registers, mostly of one warp. With MERGE, all candidates are first sorted by id.
-Without it, the teachers' lists are combined one by one with the best so far. Sums have a fixed order, so that
+Without MERGE, each teacher's list is combined with the best so far. Sums have a fixed order, so that
 results do not depend on the compiler's layout.
 
 Shapes: N tokens, M teachers, S their support, P = M * S candidates, K = kappa slots of the result, B rows of
@@ -170,7 +170,7 @@ def _best_pooled(
     stride_ids_n, stride_ids_m, stride_ids_s, stride_logps_n, stride_logps_m, stride_logps_s,
     stride_alpha_n, stride_alpha_m, LOG_B: tl.constexpr, LOG_K: tl.constexpr,
 ):  # fmt: skip
-    """Return ids and logps (B, 2^LOG_K) of the best candidates; ties go to the lower teacher, then its order.
+    """Return ids and logps (B, 2^LOG_K) of the best candidates; ties: lower teacher, then its earlier entry.
 
     A list is sorted only if it does not descend. The best so far are kept in ascending order. Their pairwise
     maxima with a descending list are the best of both, in bitonic order.

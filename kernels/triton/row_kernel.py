@@ -1,7 +1,7 @@
 """The row kernel: one program computes the loss and the gradient of a row.
 
-It reads the row forward for the statistics, keeps its end in registers, and goes backward for the gradient.
-The logits of the support and the token are read before anything is written.
+The program reads the row forward for the statistics, keeps the row's end in registers, and goes backward for
+the gradient. The logits of the support and the token are read before anything is written.
 
 Shapes: V vocabulary, K slots of a target (target.py); a block has R repeats, L lanes, C elements (rows.py).
 """

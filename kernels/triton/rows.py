@@ -206,7 +206,8 @@ def with_support(off, x_K, scale, kl_scale, TWO: tl.constexpr):
 def gradient_coefficients(part, row, level, bend, kl_level, entropy, TWO: tl.constexpr):
     """Return softmax_gradient's coefficients for level p + bend p (log p + entropy) + kl_level p_kl.
 
-    p, p_kl: softmax at each temperature. part: statistics whose h exponents subtract; row: the whole row's.
+    p, p_kl: softmax at each temperature. part: statistics whose h is subtracted from the exponents.
+    row: statistics of the whole row.
     """
     part_h, part_kl_h = part[0], part[3]
     shift = tl.where(part_h == NEG_INF, FLOOR, finite(part_h) - finite(row[0]))

@@ -1,9 +1,9 @@
 """The second kernel of top-kappa: selects the kappa best elements of a row, using one word per segment.
 
 A segment is the part of a block that one thread reads. Its word holds its largest value, the round in which
-this first occurs, and a bound for its other chunks. Segments that reach the kappa-th best thread maximum are
-listed; if they are too many, a threshold is searched in memory. Each of the kappa best segments yields its
-best element, and is read again as long as its bound may beat the worst element so far.
+this value first occurs, and a bound for its other chunks. Segments that reach the kappa-th best of the
+threads' maxima are listed; if there are too many, a threshold is searched in memory. Each of the kappa best
+segments yields its best element, and is read again as long as its bound may beat the worst element so far.
 
 Shapes: K = kappa padded, L slots of the list; R rounds of a block, T threads, E elements of a chunk as in
 topk.py; X = R * E elements of a segment.
@@ -127,7 +127,7 @@ def _word_keys(word, at, WIDE: tl.constexpr, LOG_R: tl.constexpr, LOG_T: tl.cons
 
 @triton.jit
 def _halved(low, high, middle, n, kappa):
-    """Halve the search interval of a threshold that kappa keys reach; n keys reach its middle."""
+    """Halve the search interval of a threshold that kappa keys reach; n keys reach `middle`."""
     high = tl.where(n > kappa, high, tl.where(n == kappa, middle, middle - 1))
     return tl.where(n >= kappa, middle, low), high
 
@@ -143,7 +143,7 @@ def _reached_by(keys, kappa, low, high):
 
 @triton.jit
 def _scattered(N: tl.constexpr):
-    """Return 0 to N - 1 such that accesses are not vectorized: a lane reads every 32nd value, as it wrote."""
+    """Return 0 to N - 1. Accesses are not vectorized, so that a lane reads every 32nd value, as it wrote."""
     return tl.max_contiguous(tl.arange(0, N), 1)
 
 
@@ -243,7 +243,7 @@ def _best_segments(
 
 @triton.jit
 def _elements(row_ptr, chunks, offs_e, live, V, HALF: tl.constexpr):
-    """Load the order and id of the chunks' elements along a new last dimension; missing ones are lowest."""
+    """Load order and id of the chunks' elements in a new last dimension. Missing elements are the lowest."""
     id_E = chunks[:, None] * offs_e.shape[0] + offs_e[None, :]
     inside = live[:, None] & (id_E < V)
     x_E = tl.load(row_ptr + id_E, mask=inside, other=0.0).to(tl.float32)
@@ -252,7 +252,7 @@ def _elements(row_ptr, chunks, offs_e, live, V, HALF: tl.constexpr):
 
 @triton.jit
 def _best_of(order, ids):
-    """Return the highest order and its lowest id."""
+    """Return the highest order and the lowest id that has it."""
     best = tl.max(order, 0)
     return best, tl.min(tl.where(order == best, ids, _NO_ID), 0)
 

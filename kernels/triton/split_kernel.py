@@ -3,11 +3,11 @@
 Each program holds its part in registers. Programs exchange statistics and the logits of support and token as
 32-bit words. A word is written once and polled until it differs from POISON, so no memory fence is needed.
 
-There is no deadlock: a program waits only for the others of its row, which have consecutive numbers. GPUs
-start programs in the order of their numbers; CUDA does not promise this, but CUB's scans rely on it, too. A
+There is no deadlock: a program waits only for the other programs of its row, which have consecutive numbers.
+GPUs start programs in this order; CUDA does not promise this, but CUB's scans rely on it, too. A
 wait ends after PATIENCE polls; missing words are then NaN. A program reads and writes only its part, so the
 gradient may overwrite the logits. PHASE 0 is the whole computation. Triton's interpreter runs programs one
-after the other and needs two launches: PHASE 1 up to the exchange, PHASE 2 from there.
+after the other and needs two launches: PHASE 1 ends at the exchange, PHASE 2 starts there.
 
 Shapes: as in row_kernel; P is PARTS padded to a power of two.
 """
@@ -89,7 +89,7 @@ def _part_top(
     held, skipped_L, scale, BLOCKS: tl.constexpr, R: tl.constexpr, TAIL_R: tl.constexpr,
     L: tl.constexpr, C: tl.constexpr, HOLES: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Return each lane's maximum h (rows.py) over the held blocks."""
+    """Return each lane's maximum h over the held blocks; see rows.py."""
     top_L = tl.full((L,), NEG_INF, tl.float32)
     if HOLES:
         for i in tl.static_range(BLOCKS):
@@ -112,7 +112,7 @@ def _part_sums(
     held, h_L, skipped_L, scale, BLOCKS: tl.constexpr, R: tl.constexpr, TAIL_R: tl.constexpr,
     L: tl.constexpr, C: tl.constexpr, HOLES: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Return each lane's statistics (rows.py) of the held blocks."""
+    """Return each lane's (h, s, w, h, s) over the held blocks; see rows.py."""
     lowest = LOWEST / scale  # lower logits are raised to this, so that differences are finite
     s_L, w_L = tl.zeros((L,), tl.float32), tl.zeros((L,), tl.float32)
     for i in tl.static_range(BLOCKS):
@@ -171,7 +171,7 @@ def _prefetch_part(
     logits_ptr, number, n_rows, stride_n,
     V: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Bring the part of program `number` into the L2 cache, by one instruction of one thread (sm_90 on)."""
+    """Bring the part of program `number` into the L2 cache, by one instruction of one thread (from sm_90)."""
     row = (number // PARTS).to(tl.int64)
     if row < n_rows:
         first = number % PARTS * PART
@@ -209,8 +209,8 @@ def split_kernel(
 
     exchange_ptr: WORDS words for each part of each row; then for each row K words of which the first is the
         token's logit, and K words with the slots' logits.
-    PART: elements of a part (the last may have fewer), in BLOCKS blocks of R L C, the last with TAIL_R
-        repeats. The first WHOLE blocks are full in every part.
+    PART: elements of a part; the last part may have fewer. A part has BLOCKS blocks of R L C elements, but
+        its last block has TAIL_R repeats. The first WHOLE blocks are full in every part.
     AHEAD: program i prefetches the part of program i + AHEAD; 0: none.
     """
     # One warp polls all words: a barrier in the loop would wait for warps that have left it.

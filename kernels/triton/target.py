@@ -83,7 +83,7 @@ def _target_kernel(
     R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, PART: tl.constexpr,
     DISTINCT: tl.constexpr,
 ):  # fmt: skip
-    """Prepare a row. holes_ptr is None without a tail bucket, out_id_logps_ptr if it equals out_logps_ptr.
+    """Prepare a row. holes_ptr: None without tail bucket; out_id_logps_ptr: None if equal to out_logps_ptr.
 
     All slots are compared with one slot at a time: ids with ids, segments with segments. The outputs first
     serve as scratch for the values to compare.
@@ -163,9 +163,9 @@ class RowTargets(NamedTuple):
         masses_2N: mass of the target and, with a tail bucket, of the tail.
         holes_NK: only with a tail bucket. Bits of the support elements of a segment, at one slot per segment;
             0 in the other slots.
-        skipped_NL: only with a tail bucket. (N, L): a bit per block whose segment a lane skips. If programs
-            share a row, (N, K): index of the segment, with the block in the low SEGMENT_BITS, or -1 where
-            holes_NK is 0.
+        skipped_NL: only with a tail bucket. (N, L): for each lane, a bit per block whose segment it skips. If
+            programs share a row, (N, K): index of the segment, with the block in the low SEGMENT_BITS, or -1
+            where holes_NK is 0.
     """
 
     ids_NK: Tensor
@@ -191,7 +191,7 @@ def row_targets(
     tail: bool,
     part: int | None = None,
 ) -> RowTargets:
-    """Prepare the targets of all rows in one launch, after one for the mixture if there are candidates.
+    """Prepare the targets of all rows in one launch. If there are candidates, another builds the mixture.
 
     Blocks have repeats x lanes x consecutive elements. part: elements per program if programs share a row.
     """

@@ -48,7 +48,7 @@ def store_zeros(terms_ptr, clipped_ptr, row, n_rows):
 
 @triton.jit
 def store_terms(terms_ptr, clipped_ptr, row, n_rows, kl, masses, token):
-    """Store a token's terms. masses: of teacher and student on the support; token: from token_terms."""
+    """Store a token's terms. masses: the teacher's and student's on the support; token: from token_terms."""
     logp, entropy, surrogate, _, reverse, _, clipped = token
     tl.store(terms_ptr + row, logp)
     tl.store(terms_ptr + n_rows + row, entropy)

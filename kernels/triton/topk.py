@@ -29,8 +29,8 @@ _LOWEST_32 = tl.constexpr(-(2**31))
 _LOWEST_64 = tl.constexpr(-(2**63))
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _FAR = tl.constexpr(2.0**100)  # maxima are clamped to this, so that offsets stay finite
-_LOW = tl.constexpr(-(2.0**30))  # and from below to this: rounding larger products could give infinite powers
-_COARSE = tl.constexpr(2.0**23)  # larger offsets are rounded to whole numbers: sum in a second pass
+_LOW = tl.constexpr(-(2.0**30))  # and raised to this: rounding larger products could give infinite powers
+_COARSE = tl.constexpr(2.0**23)  # fp32 rounds larger offsets to whole numbers: sum such rows in a second pass
 
 
 @triton.jit
@@ -79,8 +79,8 @@ def _segment(
 def _log_sum(row_ptr, V, max_T, sum_T, scale, LOG_T: tl.constexpr, BLOCK: tl.constexpr):
     """Return the row's maximum and the log of its sum of exp((x - maximum) / temperature).
 
-    The threads sum 2^(x scale - shift). There, due to rounding, the maximum adds 2^residual instead of 1.
-    Correct this, so that the log is 0 in a row with a single finite logit.
+    The threads sum 2^(x scale - shift). To this sum, due to rounding, the maximum adds 2^residual instead
+    of 1. This is corrected, so that the log is 0 in a row with a single finite logit.
     """
     row_max = tl.max(max_T, 0)
     shift = _scaled_shift(row_max, scale)
@@ -155,7 +155,7 @@ def _stream_kernel(
 
 
 def unserved(op: str, tensor: Tensor, *, kappa: int, n_vocab: int | None = None) -> str | None:
-    """Return why topk_logprobs cannot be computed here, or None. n_vocab: if tensor is not the logits."""
+    """Return why topk_logprobs cannot be computed here, or None. n_vocab: if `tensor` is not the logits."""
     n_vocab = tensor.shape[-1] if n_vocab is None else n_vocab
     if kappa > MAX_KAPPA:
         return f"kappa is {kappa}, expected at most {MAX_KAPPA}"
