@@ -96,7 +96,7 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
 def read_json(path: Path, **fields: type) -> dict[str, Any]:
     """Return the object in a JSON file.
 
-    Raise DamagedFile, naming the file, if the file is truncated, holds no object, or lacks one of `fields`.
+    Raise DamagedFile, naming the file, if it is truncated, is no object, or lacks a field of the given type.
     """
     try:
         found = json.loads(path.read_bytes())

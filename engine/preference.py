@@ -83,7 +83,7 @@ class RemotePreferenceModel:
         return Request("/classify", json=body | {"use_activation": False, "add_special_tokens": False})
 
     def _admit(self, urls: Sequence[str]) -> None:
-        """Remove servers that do not answer, or whose other model scores PROBE unlike the first server's."""
+        """Remove servers that do not answer, or hold another model, which scores PROBE unlike the first."""
         for url in urls:
             try:
                 name, length = self._servers.ask(url, Request("/v1/models"), _name_and_length)

@@ -34,7 +34,7 @@ def rows_per_chunk(hidden_ND: Tensor, n_vocab: int, chunk_bytes: int | None) -> 
 def logit_chunks(
     hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, chunk_bytes: int | None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the rows of each chunk and their logits, at least one chunk. All chunks reuse one buffer."""
+    """Yield each chunk's rows and logits. There is at least one chunk, and all chunks reuse one buffer."""
     n_vocab, unit = weight_VD.shape[0], ROW_UNIT_CPU if hidden_ND.device.type == "cpu" else ROW_UNIT
     blocks = row_blocks(hidden_ND.shape[0], rows_per_chunk(hidden_ND, n_vocab, chunk_bytes), unit)
     buffer_NV = logits_buffer(max(rows.stop - rows.start for rows in blocks), n_vocab, hidden_ND)
@@ -94,7 +94,7 @@ def hidden_gradient_into(out_ND: Tensor, dlogits_NV: Tensor, weight_VD: Tensor) 
 def weight_gradient_into(
     out_VD: Tensor, dlogits_NV: Tensor, hidden_ND: Tensor, *, accumulate: bool = False
 ) -> None:
-    """Compute out (+)= dlogits.T @ hidden, in the weight's dtype or, if accumulate, the compute dtype."""
+    """Compute out (+)= dlogits.T @ hidden. `out` has the weight's or, to accumulate, the compute dtype."""
     if _one_gemm(hidden_ND, out_VD, accumulate):
         _product_into(out_VD, dlogits_NV.T, hidden_ND, accumulate)
         return
@@ -128,7 +128,7 @@ def cpu_multiplies_bf16() -> bool:
 
 
 def _pieces(weight_VD: Tensor, n_rows: int) -> Iterator[slice]:
-    """Yield slices of V: (slice, D) and (N, slice) in fp32 take at most about PIECE_BYTES each."""
+    """Yield slices of the vocabulary. In fp32, (slice, D) and (N, slice) take about PIECE_BYTES at most."""
     step = max(64, PIECE_BYTES // (4 * max(weight_VD.shape[1], n_rows, 1)))
     for start in range(0, weight_VD.shape[0], step):
         yield slice(start, min(start + step, weight_VD.shape[0]))

@@ -312,7 +312,7 @@ class Slots(StaticLayer):
 
 
 class Decoder:
-    """Buffers and CUDA graph of rows sampled together. If capture fails, it sets `engine.graphs` to False."""
+    """Buffers and CUDA graph of rows sampled together. A failed capture sets `engine.graphs` to False."""
 
     def __init__(self, engine: LocalRollout, begun: Begun, sampling: Sampling):
         self.engine, self.sampling = engine, sampling

@@ -203,7 +203,7 @@ class StudentsBase:
 def held_already(
     path: str | Path, student_path: str | Path, student: Student, teachers: TeacherEngine | None
 ) -> TeacherEngine | None:
-    """Return an engine for the model at `path` if a LoRA student or LoRA teachers hold it."""
+    """Return an engine for the model at `path` if a LoRA student or LoRA teachers hold it, else None."""
     if student.lora is not None and same_place(path) == same_place(student_path):
         return StudentsBase(student)
     return None if teachers is None else teachers.base(path)

@@ -1,4 +1,4 @@
-"""Attention over packed rows: under one mask, or by pieces, which avoids a cost quadratic in its length.
+"""Attention over packed rows: under one mask, or by pieces, which avoids a cost quadratic in row length.
 
 Shapes: T positions of a packed batch, S pieces, H heads, K key-value heads, G = H / K, d head dimension.
 """

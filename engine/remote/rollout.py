@@ -81,7 +81,7 @@ class RemoteRollout:
     def generate(
         self, prompts: Sequence[Sequence[int]], groups: Sequence[int], sampling: Sampling
     ) -> list[Rollout]:
-        """Sample as in `RolloutEngine`. Raise NoServer if none is left, ValueError as `samples_of` does."""
+        """Sample as in `RolloutEngine`. Raise NoServer, or ValueError as `samples_of` does."""
         version = self.policy_version
 
         def request(url: str, sample: Sample) -> Request:

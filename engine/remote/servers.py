@@ -1,7 +1,7 @@
 """HTTP servers of one model. Failed requests are retried; those of a removed server go to other servers.
 
-A deadline covers the whole answer. httpx limits each read separately, so that a server that drips bytes
-would never time out. The size of an answer is limited too. Every failure raises `ServerUnavailable`.
+A deadline covers the whole answer. httpx limits each read separately and would never time out a server that
+drips bytes. The size of an answer is limited too. Every failure raises `ServerUnavailable`.
 """
 
 import asyncio
@@ -238,7 +238,7 @@ class Servers:
     def restore(self) -> list[str]:
         """Put removed servers whose /health answers back into use, and return them.
 
-        After a missed deadline a server's health checks pause; each further miss doubles the pause.
+        A server that misses the deadline is not checked for as long again; each further miss doubles this.
         """
 
         async def check(url: str) -> None:

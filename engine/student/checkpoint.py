@@ -78,7 +78,7 @@ class Checkpoints:
                     log.warning("%s: not removed: %s", old, error)
 
     def restore(self, student: Student, step: int | None = None) -> tuple[int, Any]:
-        """Load the checkpoint of `step` or the newest. On the same number of ranks, it resumes bit for bit.
+        """Load the checkpoint of `step` or the newest. On equally many ranks, the run resumes bit for bit.
 
         Return the step to resume from (0 without a checkpoint), and this rank's `extra`, which is None if the
         number of ranks has changed. Raise UnusableCheckpoint if the checkpoint is damaged, or was saved by

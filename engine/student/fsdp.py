@@ -123,8 +123,8 @@ def _shard(policy: Policy, settings: TrainSettings, device: torch.device) -> Pol
     """Shard each decoder layer and the root in place; gradients are summed over ranks, not averaged.
 
     On one rank only the root of a small model is wrapped, because a layer's hooks take more host time
-    than the layer takes on a GPU. A wrapped root keeps two more fp32 gradients, so large models are wrapped
-    by layer.
+    than the layer takes on a GPU. Wrapping only the root keeps two more fp32 gradients, so large models
+    are wrapped by layer.
     """
     offload, several = settings.offload_optimizer, distributed.world_size() > 1
     cast = None if settings.compute_dtype == "float32" else getattr(torch, settings.compute_dtype)

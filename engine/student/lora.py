@@ -87,7 +87,7 @@ def _last(name: str) -> str:
 
 
 def _served(model: PreTrainedModel, targets: list[str]) -> set[str]:
-    """Return the targets that peft keeps. It moves others to fused experts, whose adapters `merged` lacks."""
+    """Return the targets that peft keeps. It moves others to fused experts, which `merged` cannot merge."""
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(r=1, target_modules=targets)

@@ -1,7 +1,8 @@
 """vLLM engines, created once per role and then given new weights in place.
 
 Colocated engines live in the training process, one on every rank; other engines live in their own processes.
-All are kept until the training process ends, because collecting one destroys the caller's process group.
+All engines are kept until the training process ends, because garbage-collecting one destroys the caller's
+process group.
 """
 
 from __future__ import annotations
@@ -131,7 +132,10 @@ _working = threading.RLock()
 
 @contextmanager
 def exclusive(settings: Vllm) -> Iterator[None]:
-    """Let one colocated engine work at a time: its forward context is global. NoServer if it has died."""
+    """Let one colocated engine work at a time, because vLLM's forward context is global.
+
+    Raise NoServer if the process of an engine has ended.
+    """
     from vllm.v1.engine.exceptions import EngineDeadError
 
     with _working if settings.placement == "colocated" else nullcontext():

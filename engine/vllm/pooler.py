@@ -2,8 +2,8 @@
 
 vLLM runs a teacher as a pooling model, which returns hidden states. `TeacherWorker`, an extension of vLLM's
 worker, applies the teacher's head to response positions, one prefill chunk at a time, through
-`linear_topk_logprobs`; neither hidden states nor (tokens, V) logits are kept. In pooling mode vLLM loads
-no head. The head is read from the checkpoint or, if tied, is the input embedding.
+`linear_topk_logprobs`; neither hidden states nor (tokens, V) logits are kept. In pooling mode vLLM loads no
+head, so the head is read from the checkpoint, or is the input embedding if the two are tied.
 
 Shapes: T tokens of one response, N of all responses in a step, S = kappa, D hidden, V vocabulary.
 """

@@ -1,7 +1,7 @@
 """The receiving end of `engine.weights.transport` in vLLM.
 
-vLLM's workers import this module, which registers a weight-transfer engine. When vLLM makes this engine, its
-process starts to watch its caller, and ends soon after the caller does.
+vLLM's workers import this module, which registers a weight-transfer engine. A process with such an
+engine ends when the process that uses vLLM has ended.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The teachers' mixture as a sparse target, and the student's forward KL to it, computed by loss_rows."""
+"""The teachers' mixture as a sparse target, and the student's forward KL to a sparse target, by loss_rows."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def topk_forward_kl(
 
         dlogits_v = (1/T) [dkl (Q p_v - sum_{s: v_s = v} q_s) + dlogp ([v = y] - p_v)],  Q = sum_s q_s
 
-    tail=True merges repeats and adds a bucket for the tokens outside the support: q_r = 1 - Q (0 below 2^-20)
-    and p_r, the student's mass there. kl_N is then a true KL with gradient p_v - q_v on the support and
-    p_v (1 - q_r / p_r) outside.
+    tail=True merges repeats and adds a bucket for the tokens outside the support. There the target's mass is
+    q_r = 1 - Q (0 below 2^-20), and the student's mass is p_r. kl_N is then a true KL with gradient p_v - q_v
+    on the support and p_v (1 - q_r / p_r) outside.
 
     Args:
         logits_NV: (N, V), unit stride along V.
@@ -104,7 +104,7 @@ def topk_forward_kl(
 
 
 def _objective(inputs: Sequence[Any], dlogp: Tensor, dkl: Tensor) -> tuple[LossTokens, LossSettings]:
-    """Return the loss with the gradient of sum(dlogp logp + dkl kl): adv -1 gives the surrogate slope 1."""
+    """Return a loss with the gradient of sum(dlogp logp + dkl kl). With adv -1 the surrogate's slope is 1."""
     token_ids, ids, logps, tail, temperature = inputs
     tokens = LossTokens(
         token_ids_N=token_ids,

@@ -1,6 +1,6 @@
 """Group advantages in plain PyTorch: GRPO, GDPO (Eq. 1 to 3) and GD2PO. CPUs use this backend, too.
 
-They are computed in fp64 for every dtype, as the tensors are small, and returned in fp32 (fp64 for fp64).
+They are always computed in fp64, as the tensors are small, and returned in fp32 (fp64 for fp64 rewards).
 """
 
 from __future__ import annotations

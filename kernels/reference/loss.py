@@ -45,7 +45,7 @@ def loss_rows(
 
 
 def _without_uncounted_ids(tokens: LossTokens) -> LossTokens:
-    """Set the ids of tokens without any weight to 0, because those ids may be out of range."""
+    """Return tokens whose ids are 0 if all weights of the token are 0: such ids may be out of range."""
     uncounted_N = ~counted(tokens)
     known = {}
     for name in ("token_ids_N", "target_ids_NS", "teacher_ids_NMS"):
@@ -274,7 +274,8 @@ def kl_forward(logits_NV: Tensor, target: PreparedTarget, temperature: float) ->
 def kl_gradient(rows: KlRows, target: PreparedTarget, dkl_N: Tensor) -> Tensor:
     """Return T times the gradient of sum(dkl kl) in the logits, in the memory of rows.dense_NV.
 
-    It is dkl (W p_v - q_v) on the support and dkl (W - q_r / p_r) p_v off it. W = Q + q_r; no tail: q_r = 0.
+    It is dkl (W p_v - q_v) on the support and dkl (W - q_r / p_r) p_v off the support.
+    W is Q + q_r. Without tail, q_r is 0.
     """
     grad_NV, tail_q_N = rows.dense_NV, target.tail_q_N
     slope_N = off_N = weighted(dkl_N, target.mass_N if tail_q_N is None else target.mass_N + tail_q_N)

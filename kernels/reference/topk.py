@@ -96,7 +96,7 @@ def teacher_mixture(
 
 
 def _best(ids_NP: Tensor, logps_NP: Tensor, kappa: int) -> Mixture:
-    """Return the kappa best entries; of equal ones the first wins. Missing ones have id 0 and logp -inf."""
+    """Return the kappa best entries; of equal ones the first wins. Missing entries have id 0, logp -inf."""
     pad = torch.nn.functional.pad
     logps_NP, order_NP = logps_NP.sort(dim=-1, descending=True, stable=True)
     ids_NP = ids_NP.gather(-1, order_NP).masked_fill(logps_NP == -torch.inf, 0)
@@ -106,7 +106,7 @@ def _best(ids_NP: Tensor, logps_NP: Tensor, kappa: int) -> Mixture:
 
 
 def merge_sorted(ids_NP: Tensor, logps_NP: Tensor) -> tuple[Tensor, Tensor]:
-    """Join runs of equal ids (ids ascend) by logsumexp. Joined entries come first; others are 0, -inf."""
+    """Join runs of equal (ascending) ids by logsumexp. Joined entries come first; other slots are 0, -inf."""
     segment_NP = torch.zeros_like(ids_NP)
     segment_NP[:, 1:] = (ids_NP[:, 1:] != ids_NP[:, :-1]).cumsum(-1)
     empty_NP = torch.full_like(logps_NP, -torch.inf)

@@ -204,7 +204,7 @@ def loss_rows(
         return terms
     warps, elements, most = _configuration(n_vocab, logits_NV.dtype, slots, aligned=aligned)
     lanes = warps * _WARP
-    # Hold at least two blocks, as the last may be partial. A second softmax takes the registers of one.
+    # Hold at least two blocks, as the last may be partial. A second softmax takes one block's registers.
     blocks = triton.cdiv(n_vocab, lanes * elements)
     last = min(blocks, 2 if grad_NV is None else max(2, most - two))
     ahead = 2 if blocks > last > 2 else 1

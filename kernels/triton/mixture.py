@@ -170,10 +170,11 @@ def _best_pooled(
     stride_ids_n, stride_ids_m, stride_ids_s, stride_logps_n, stride_logps_m, stride_logps_s,
     stride_alpha_n, stride_alpha_m, LOG_B: tl.constexpr, LOG_K: tl.constexpr,
 ):  # fmt: skip
-    """Return ids and logps (B, 2^LOG_K) of the best candidates; ties: lower teacher, then its earlier entry.
+    """Return ids and logps (B, 2^LOG_K) of the best candidates.
 
-    A list is sorted only if it does not descend. The best so far are kept in ascending order. Their pairwise
-    maxima with a descending list are the best of both, in bitonic order.
+    Ties go to the lower teacher, then to its earlier entry. A list is sorted only if it does not descend. The
+    best so far are kept in ascending order. Their pairwise maxima with a descending list are the best of
+    both, in bitonic order.
     """
     K: tl.constexpr = 1 << LOG_K
     rows_B1 = rows_B[:, None]

@@ -1,4 +1,4 @@
-"""Multiplication of a gradient by the upstream gradient, on the device. In place, factor 1 writes nothing."""
+"""Multiply a gradient by the upstream gradient, on the device. In place, a factor of 1 writes nothing."""
 
 from __future__ import annotations
 

@@ -243,7 +243,7 @@ def _best_segments(
 
 @triton.jit
 def _elements(row_ptr, chunks, offs_e, live, V, HALF: tl.constexpr):
-    """Load order and id of the chunks' elements in a new last dimension. Missing elements are the lowest."""
+    """Load order and id of the chunks' elements in a new last dimension. Missing elements rank lowest."""
     id_E = chunks[:, None] * offs_e.shape[0] + offs_e[None, :]
     inside = live[:, None] & (id_E < V)
     x_E = tl.load(row_ptr + id_E, mask=inside, other=0.0).to(tl.float32)

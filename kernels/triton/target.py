@@ -83,10 +83,10 @@ def _target_kernel(
     R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, PART: tl.constexpr,
     DISTINCT: tl.constexpr,
 ):  # fmt: skip
-    """Prepare a row. holes_ptr: None without tail bucket; out_id_logps_ptr: None if equal to out_logps_ptr.
+    """Prepare a row. holes_ptr is None if there is no tail bucket.
 
-    All slots are compared with one slot at a time: ids with ids, segments with segments. The outputs first
-    serve as scratch for the values to compare.
+    out_id_logps_ptr is None if it would equal out_logps_ptr. All slots are compared with one slot at a time:
+    ids with ids, segments with segments. The outputs first serve as scratch for the values to compare.
     """
     HOLES: tl.constexpr = holes_ptr is not None
     SHARED: tl.constexpr = PART < V
