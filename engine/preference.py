@@ -83,7 +83,7 @@ class RemotePreferenceModel:
         return Request("/classify", json=body | {"use_activation": False, "add_special_tokens": False})
 
     def _admit(self, urls: Sequence[str]) -> None:
-        """Remove servers that do not answer, or hold another model, which scores PROBE unlike the first."""
+        """Remove servers that do not answer, or score PROBE unlike the first server: their model differs."""
         for url in urls:
             try:
                 name, length = self._servers.ask(url, Request("/v1/models"), _name_and_length)

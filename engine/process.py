@@ -1,4 +1,4 @@
-"""Processes that end with their parent or caller, even if the latter is killed. Imports no torch.
+"""Processes that end with their parent or caller, even if these are killed. Imports no torch.
 
 `die_with_parent` uses Linux's parent-death signal. vLLM's engines use `end_with_caller`, which polls instead:
 vLLM may put a process in between, and the signal is sent as soon as the thread that started a process ends.

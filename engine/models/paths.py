@@ -26,7 +26,8 @@ DESCRIPTIONS = {
     "plain": "one sequence in each row, not packed",
 }
 CHECK_BYTES = 4 << 30
-"""Ours: limit of the self-check's activations. If it can, a sequence exceeds windows and RoPE boundaries."""
+"""Ours: limit of the self-check's activations. Within this limit, one sequence is longer than the
+windows and the RoPE boundary."""
 TOKEN_BYTES = 160  # ours: fp32 activations of a token, for each layer and hidden dimension
 CPU_LENGTH = 600  # ours: positions that a CPU computes within a second in a small model
 CHECK_IDS = 1000  # ours: ids below are ordinary tokens in most vocabularies

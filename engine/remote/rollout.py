@@ -195,7 +195,7 @@ class RemoteRollout:
                 raise ServerUnavailable(f"has room for {most} tokens, expected {self.longest} ({sizes})")
 
         self._post("/init_weight_transfer_engine", {"init_info": {}})
-        takes_tokens = Request(GENERATE, accept=(httpx.codes.METHOD_NOT_ALLOWED,))  # 404 if it is missing
+        takes_tokens = Request(GENERATE, accept=(httpx.codes.METHOD_NOT_ALLOWED,))  # 404: no such endpoint
         self.servers.each(takes_tokens, lambda answer: None)
         self.servers.each(Request("/v1/models", accept=(httpx.codes.NOT_FOUND,)), room)
 

@@ -238,7 +238,7 @@ class Servers:
     def restore(self) -> list[str]:
         """Put removed servers whose /health answers back into use, and return them.
 
-        A server that misses the deadline is not checked for as long again; each further miss doubles this.
+        After missing the deadline, a server is not checked for as long; each further miss doubles the pause.
         """
 
         async def check(url: str) -> None:

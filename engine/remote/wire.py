@@ -71,7 +71,7 @@ def unpack_request(content: bytes, vocabulary: int) -> list[Rollout]:
 
 
 def answer_bytes(n_tokens: int, kappa: int) -> int:
-    """Return the largest size of an answer."""
+    """Return the largest size of an answer, in bytes."""
     return HEADER_BYTES + 4 * n_tokens * (2 * kappa + 1) + 8
 
 

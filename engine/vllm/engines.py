@@ -61,11 +61,11 @@ class Engine:
     """A vLLM engine made by `engine`.
 
     Attributes:
-        sleeps: whether it leaves the GPU between uses.
+        sleeps: whether the engine leaves the GPU between uses.
         memory: its GPU memory; None on a CPU.
         holds: identity of the files that its weights come from; None for other weights.
-        asleep: what is off the GPU now: none, one or both of "weights" and "kv_cache".
-        trouble: why it cannot serve, or "".
+        asleep: the set of what is off the GPU now, among "weights" and "kv_cache".
+        trouble: why the engine cannot serve, or "".
         broken: whether vLLM failed during a load, so that later loads may be silently wrong.
     """
 
@@ -148,8 +148,8 @@ def exclusive(settings: Vllm) -> Iterator[None]:
 def engine(role: str, path: str | Path, settings: Vllm, **options: Any) -> Engine:
     """Return the role's engine with the weights at `path`, a folder or hub id; collective if colocated.
 
-    An existing engine of the same architecture, settings and options is reused. Creating one preserves the
-    caller's random state, environment, threads and logging.
+    An existing engine of the same architecture, settings and options is reused. Creating an engine preserves
+    the caller's random state, environment, threads and logging.
 
     Args:
         role: SAMPLES, "teachers", ...; roles never share an engine.

@@ -104,8 +104,8 @@ def _parts(n_vocab: int, consecutive: int) -> _Parts:
 def _splits(logits_NV: Tensor, slots: int, *, tail: bool, two: bool) -> bool:
     """Return whether to use the split kernel, which serves rows that the row kernel would read twice.
 
-    Excluded are variants that spill (two temperatures, the tail of fp16 logits) or are slower (long targets),
-    rows with more parts than a warp polls or the GPU runs at once, and GPUs before sm_80.
+    It is not used for variants that spill (two temperatures, the tail of fp16 logits) or are slower (long
+    targets), for rows with more parts than a warp polls or the GPU runs at once, or on GPUs before sm_80.
     """
     n_vocab, size = logits_NV.shape[1], logits_NV.element_size()
     if n_vocab <= _MAX_HELD or two:

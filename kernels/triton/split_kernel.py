@@ -4,10 +4,10 @@ Each program holds its part in registers. Programs exchange statistics and the l
 32-bit words. A word is written once and polled until it differs from POISON, so no memory fence is needed.
 
 There is no deadlock: a program waits only for the other programs of its row, which have consecutive numbers.
-GPUs start programs in the order of numbers; CUDA does not promise this, but CUB's scans rely on it, too. A
-wait ends after PATIENCE polls; missing words are then NaN. A program reads and writes only its part, so the
-gradient may overwrite the logits. PHASE 0 is the whole computation. Triton's interpreter runs programs one
-after the other and needs two launches: PHASE 1 ends at the exchange, PHASE 2 starts there.
+GPUs start programs in the order of their numbers; CUDA does not promise this, but CUB's scans rely on it,
+too. A wait ends after PATIENCE polls; missing words are then NaN. A program reads and writes only its part,
+so the gradient may overwrite the logits. PHASE 0 is the whole computation. Triton's interpreter runs programs
+one after the other and needs two launches: PHASE 1 ends at the exchange, PHASE 2 starts there.
 
 Shapes: as in row_kernel; P is PARTS padded to a power of two.
 """
