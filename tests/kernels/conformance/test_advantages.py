@@ -38,7 +38,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
         backends.need("triton")
         from smopd.kernels.triton import advantages, whiten
 
-        for name, size in (("OWNED", 8), ("TILE", 64), ("SORTED", 8), ("SCANNED", 16)):
+        for name, size in (("OWNED", 4), ("TILE", 64), ("SORTED", 8), ("SCANNED", 16)):
             monkeypatch.setattr(advantages, name, size)
         monkeypatch.setattr(whiten, "WHITEN_BLOCK", 4)
         monkeypatch.setattr(whiten, "SLOT_BLOCK", 2)

@@ -146,7 +146,7 @@ def test_each_case_of_the_clip(kind: str, backend: str) -> None:
     tokens = LossTokens(
         token_ids_N=torch.full((len(adv_N),), 2),
         adv_N=(0.0 * adv_N if reverse else adv_N).float(),
-        pg_weight_N=torch.ones(len(adv_N)),
+        pg_weight_N=torch.full((len(adv_N),), 1.0 - reverse),
         old_logp_N=(logp_N - ratio_N.log()).float(),  # rounded to float32
         reverse_adv_N=adv_N.float() if reverse else None,
         reverse_weight_N=torch.ones(len(adv_N)) if reverse else None,

@@ -1,6 +1,7 @@
 """topk_logprobs on every backend: exact ids, and log-probabilities against float64."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -148,8 +149,8 @@ def test_largest_floats_do_not_overflow(backend: str) -> None:
     logits_NV = torch.full((2, 300), -3.0e38)
     logits_NV[0, 296:] = torch.tensor([3.0e38, -3.0e38, 3.0e38, 0.0])
     expected = torch.tensor([2.0, 300.0]).log().neg()[:, None].expand(2, 2)
-    for dtype in (torch.float32, torch.bfloat16):
-        got = topk(backend, logits_NV.to(dtype), 2, temperature=0.7)
+    for dtype, scale in product((torch.float32, torch.bfloat16), (1.0, 1e-20)):
+        got = topk(backend, (scale * logits_NV).to(dtype), 2, temperature=0.7)
         assert got.ids_NS.tolist() == [[296, 298], [0, 1]]
         torch.testing.assert_close(got.logps_NS, expected, rtol=1e-6, atol=ATOL[backend])
 
