@@ -82,7 +82,7 @@ def test_sampling_needs_no_cache(monkeypatch):
     def absent(*_, **__):
         raise ValueError("no such cache")
 
-    asked = [(5, 9), (7,)], [0, 1], Sampling(n=2, max_new_tokens=9)
+    asked = [(5, 9), (7,)], [0, 1], Sampling(n=2, max_new_tokens=9, seed=3)
     expected = LocalRollout(tiny_model(layers=3), [END]).generate(*asked)
     for cache in ("Cache", "DynamicCache"):
         monkeypatch.setattr(rollout, cache, absent)

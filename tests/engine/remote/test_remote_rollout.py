@@ -142,6 +142,8 @@ def test_a_server_that_breaks_off_while_it_takes_weights_is_removed(sampling):
     rollouts.load_weights(WEIGHTS, 1)
     assert list(rollouts.servers.removed) == [servers[0].url] and rollouts.policy_version == 1
     assert "/finish_weight_update" not in servers[0].calls
+    last = [call for call in servers[1].calls if call.startswith(("/finish", "/reset"))]
+    assert last == ["/finish_weight_update", "/reset_prefix_cache"], "no position is served of old weights"
 
 
 def test_a_server_with_another_config_is_removed_at_the_sync(sampling):

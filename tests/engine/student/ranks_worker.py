@@ -100,6 +100,15 @@ def an_unpacked_model_trains_as_transformers_computes_it(device: torch.device) -
     assert update.grad_norm == pytest.approx(float(expected), rel=1e-4)
 
 
+def experts_are_balanced_by_the_tokens_of_both_ranks(device: torch.device) -> None:
+    settings, rollouts = settings_of(router_aux_loss_coef=20.0, max_grad_norm=1e9), ragged_rollouts(3)
+    norms = []
+    for own in (rollouts, rollouts if distributed.rank() == 0 else []):
+        student = Student(family("qwen3_moe"), settings, device)
+        norms.append(student.update(own, loss_tokens(own, adv=0.0), NLL).grad_norm)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4) and norms[0] > 0
+
+
 def clips_as_fsdp2_does(make: Make) -> None:
     """Use a large learning rate, so that updates are far above the rounding of the parameters."""
     rollouts, norms, moved = share(4), [], []
@@ -148,6 +157,7 @@ def check(folder: Path, kind: str, device: torch.device) -> None:
         resumes_bit_for_bit(make, folder / "offload", offload_optimizer=True)
         offloaded_masters_train_as_the_others_do(make)
         an_unpacked_model_trains_as_transformers_computes_it(device)
+        experts_are_balanced_by_the_tokens_of_both_ranks(device)
         a_lora_student_gives_its_base_and_trains_as_if_it_had_not(make)
     else:
         options = {"tied": True, "gradient_checkpointing": True, "compute_dtype": "bfloat16"}
