@@ -19,7 +19,7 @@ REWARDS = [
 ]
 """Groups of responses of three rewards: dense, rare, constant; some unscored."""
 WEIGHTS = [0.5, 2.0, 1.0]
-LOW = [-3.0, NAN, NAN]
+LOW = [NAN, -1.0, NAN]
 NEW = ("batch_balanced", "saw", "dvao")
 
 

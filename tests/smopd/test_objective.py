@@ -155,7 +155,8 @@ def test_loss_settings_follow_the_recipe():
 
 def test_reward_failure_uses_the_range_or_the_batch():
     rewards_RK = torch.tensor([[-3.0, 5.0], [0.0, 7.0], [3.0, torch.nan]], dtype=torch.float64)
-    fixed = settings_of(rewards=[{**SETTINGS["rewards"][0]}, {**SETTINGS["rewards"][1], "range": "batch"}])
+    dense, sparse = SETTINGS["rewards"]
+    fixed = settings_of(rewards=[{**dense, "range": [-3, 3]}, {**sparse, "range": "batch"}])
     expected = torch.tensor([[1.0, 1.0], [0.5, 0.0], [0.0, 0.5]], dtype=torch.float64)
     torch.testing.assert_close(failure(*teachers_rewards(fixed, rewards_RK)), expected)
 

@@ -84,6 +84,7 @@ VLLM = "--rollout.engine vllm --rollout.vllm.engine_kwargs"
         ("--loss.old_logps rollout --loss.importance_cap 2", "loss.importance_cap: cannot be combined with"),
         ("--loop.async_level 1", "loop.async_level: 1 samples off-policy: needs loss.old_logps rollout"),
         (f"{LAGGED} {VLLM}.tensor_parallel_size 2", "loop.async_level: 1 with tensor parallelism needs roll"),
+        (f"{LAGGED} --rollout.resample 2", "rollout.resample: got 2, expected 0 with loop.async_level 1"),
         ("--rollout.urls http://a:1", "rollout.urls: needs rollout.engine vllm, got local"),
         (f"--rollout.urls http://a:1 {VLLM}.max_model_len 9", "rollout.vllm: has no effect on the servers"),
         ("--rollout.transfer inline", "rollout.transfer: inline needs servers"),

@@ -257,9 +257,10 @@ def test_map_leaves_rows_out_and_keeps_source_numbers(tokenizer):
         load_prompts(f"{HERE}:some_rows", tokenizer, **limits)
 
 
-def test_a_digest_covers_long_arrays_and_no_order_of_sets(tokenizer):
+def test_a_digest_covers_long_arrays_and_ids_and_no_order_of_sets(tokenizer):
     digests = {load_prompts(f"{HERE}:with_array", tokenizer, kwargs={"i": i}).digest for i in (0, 1000)}
-    assert len(digests) == 2
+    other = world_tokenizer(vocabulary()[::-1])
+    assert len(digests | {load_prompts(f"{HERE}:with_array", other).digest}) == 3
     assert _plain({"b", "a"}) == ["'a'", "'b'"], "in any order of the hashes"
 
 

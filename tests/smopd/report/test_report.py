@@ -91,6 +91,7 @@ def test_a_run_is_drawn_after_the_runs_that_it_needs(tmp_path: Path) -> None:
     needs = {"a": {"base"}, "b": {"base"}, "m": {"a", "b"}, "g": set()}
     steps = count_steps({"a": 4, "b": 6, "m": 3, "g": 9}, needs)
     assert steps["m"] == (3, 13, 9) and steps["g"] == (9, 9, 9)
+    assert count_steps({"a": 4, "m": 3, "n": 2}, {"a": set(), "m": {"a"}, "n": {"m"}})["n"] == (2, 9, 9)
     idle = {"opd_coef": 0.0, "seconds/teachers": 1e-4}
     metrics = {
         run: [

@@ -33,7 +33,7 @@ SETTINGS = {
     "model": {"path": "unused"},
     "data": {"train": {"source": "unused:unused"}},
     "rewards": [
-        {"name": "dense", "function": "unused:unused", "range": [-3, 3]},
+        {"name": "dense", "function": "unused:unused", "range": "batch"},
         {"name": "sparse", "function": "unused:unused", "range": [0, 1]},
     ],
     "loop": {"steps": STEPS, "prompts_per_step": PROMPTS, "updates_per_step": 2},

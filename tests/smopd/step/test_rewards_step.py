@@ -10,6 +10,7 @@ import torch
 from smopd.config.cli import read_settings
 from smopd.config.settings import Reward, Scoring
 from smopd.data.prompts import Prompt
+from smopd.engine import distributed
 from smopd.engine.types import Rollout
 from smopd.rewards.pool import FAILURE_KINDS, RewardBatch, RewardError, RewardPool
 from smopd.run.preflight import try_rewards
@@ -76,6 +77,12 @@ def test_a_bad_step_is_counted_over_a_window(failures, ends_after):
     alone = rewarder(lambda *_: scored(3), window_steps=4)
     with pytest.raises(RewardError, match="left 3 of 4 responses"):
         alone.score(PROMPTS, [ROLLOUT] * 4)  # an evaluation
+
+
+def test_what_another_rank_left_unscored_counts(monkeypatch):
+    monkeypatch.setattr(distributed, "gather_objects", lambda own: [own, scored(4)])
+    with pytest.raises(RewardError, match="left 5 of 8 responses"):
+        rewarder(lambda *_: scored(1)).score(PROMPTS, [ROLLOUT] * 4, 0)
 
 
 def test_tags_that_are_special_tokens_or_prefilled_are_scored(capsys):

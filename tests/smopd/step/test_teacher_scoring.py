@@ -1,4 +1,4 @@
-"""Teachers on another device score in parallel with the rewards."""
+"""Teachers on another device score in parallel with the rewards, and sampling ahead with the whole step."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ from smopd.engine.student.student import Student
 from tests.engine.tiny import VOCABULARY, tiny_model
 from tests.patience import HANG_SECONDS
 from tests.smopd.recipes import metric_lines
-from tests.smopd.run.invariance_worker import FixedRewarder, run_loop, settings_of
+from tests.smopd.run.invariance_worker import FixedRewarder, FixedRollouts, run_loop, settings_of
 
 PACKING = Packing(micro_batch_tokens=100_000)
 SLOW_SECONDS = 0.05
@@ -47,15 +47,24 @@ class SlowRewarder(FixedRewarder):
         return super().score(*args)
 
 
+class SlowRollouts(FixedRollouts):
+    def generate(self, *args: Any) -> Any:
+        before = self.policy_version
+        time.sleep(10 * SLOW_SECONDS)
+        assert self.policy_version == before, "weights came while it sampled"
+        return super().generate(*args)
+
+
 @pytest.mark.parametrize("elsewhere", [True, False], ids=["elsewhere", "here"])
 def test_a_step_is_shorter_than_its_phases_where_they_overlap(elsewhere: bool, tmp_path: Path) -> None:
     teachers = SlowTeachers([tiny_model(seed=1), tiny_model(seed=2)], PACKING, VOCABULARY)
     rewarder = SlowRewarder()
     teachers.meeting = rewarder.meeting = threading.Barrier(2) if elsewhere else None
-    settings, parts = settings_of("student", loop={"steps": 2}), {"teachers": teachers, "rewarder": rewarder}
+    ahead = {"loop": {"steps": 2, "async_level": 1}, "loss": {"old_logps": "rollout"}}
+    parts = {"teachers": teachers, "rewarder": rewarder, "rollouts": SlowRollouts()}
     with distributed.process_group() as device:
         options = TrainSettings(learning_rate=1e-2, compute_dtype="float32", **dict(PACKING))
-        run_loop(tmp_path, settings, Student(tiny_model(), options, device), **parts)
+        run_loop(tmp_path, settings_of("student", **ahead), Student(tiny_model(), options, device), **parts)
     for line in metric_lines(tmp_path, times=True):
         scored, waited = line["seconds_overlapped/teachers"], line["seconds/teachers"]
         assert min(line["seconds/rewards"], scored) >= SLOW_SECONDS
