@@ -1,12 +1,17 @@
-"""Which starts there are, and which one the guard takes of a table made by hand."""
+"""Which starts there are, which one the guard takes of a table made by hand, and what its engine gets."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from smopd.config.settings import Merge
-from smopd.merging.guard import Judged, alone, best, judged, levels, nearest
-from smopd.merging.vectors import Part
+from smopd.config.settings import Guard, Merge
+from smopd.merging import guard
+from smopd.merging.guard import Candidate, Judged, Starter, alone, best, judged, levels, nearest
+from smopd.merging.vectors import Part, TaskVectors
+from tests.engine.tiny import tiny_model
+from tests.smopd.merging.test_vectors import saved
+from tests.smopd.run.invariance_worker import prompt_set, settings_of
 
 NAMES = ("accuracy", "format")
 
@@ -84,3 +89,14 @@ def test_levels_go_from_the_whole_to_the_most_trimmed() -> None:
         ["a (keep 0.1) + f (keep 0.5)", "a (keep 0.1) without self_attn + f (keep 0.5)"],
     ]
     assert found[2][1].parts == (Part(keep=0.1, exclude="self_attn"), Part())
+
+
+def test_the_engine_gets_a_tied_head(tmp_path, monkeypatch):
+    paths, given = saved(tmp_path, tied=True), []
+    engine = SimpleNamespace(policy_version=0, load_weights=lambda weights, _: given.extend(dict(weights)))
+    monkeypatch.setattr(guard, "answers", lambda *_: [])
+    monkeypatch.setattr(guard, "means", lambda names, _: dict.fromkeys(names, 0.0))
+    vectors = TaskVectors(paths[0], paths[1:])
+    parts = (settings_of(), Merge(), vectors, {}, prompt_set(), None, None, lambda: engine, tmp_path)
+    Starter(*parts)._scorer(Guard())(Candidate("sum", (Part(),) * len(paths[1:])))
+    assert set(given) == set(tiny_model(0, tied=True, layers=1).state_dict())

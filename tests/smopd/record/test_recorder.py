@@ -8,6 +8,7 @@ import torch
 
 from smopd.engine.types import Sampling
 from smopd.record.metrics import GIB, Metrics
+from smopd.record.recorder import Recorder
 from tests.engine.tiny import own_ids, plain_logits, tiny_model
 from tests.smopd.recipes import metric_lines
 from tests.smopd.run.invariance_worker import (
@@ -16,7 +17,9 @@ from tests.smopd.run.invariance_worker import (
     SETTINGS,
     FixedRewarder,
     FixedRollouts,
+    Numbers,
     prompt_set,
+    settings_of,
     train,
 )
 
@@ -163,6 +166,14 @@ def test_the_gradient_norm_is_that_before_clipping(device, tmp_path):
     squares = sum(float(value.double().square().sum()) for value in updates[0]["gradients"].values())
     assert found["grad_norm"] == pytest.approx(math.sqrt(squares), rel=1e-5)
     assert found["updates/skipped"] == 0
+
+
+def test_a_resumed_run_repeats_no_alarm(tmp_path):
+    line = {"step": 1, "grad_norm": 1.0, "rollout_mismatch": 1.0}
+    with Recorder(tmp_path, "run", settings_of(), Numbers()) as recorder:
+        recorder.metrics.write(line)
+        recorder.begin(1)
+        assert recorder._watch.see(line) == []
 
 
 @pytest.mark.gpu

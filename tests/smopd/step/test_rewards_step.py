@@ -14,10 +14,12 @@ from smopd.engine import distributed
 from smopd.engine.types import Rollout
 from smopd.rewards.pool import FAILURE_KINDS, RewardBatch, RewardError, RewardPool
 from smopd.run.preflight import try_rewards
+from smopd.step import held_out
 from smopd.step.held_out import means
 from smopd.step.rewards import Rewarder
 from tests.smopd.recipes import TINY
 from tests.smopd.rewards.tiny_preference import byte_tokenizer
+from tests.smopd.run.invariance_worker import settings_of
 
 ROLLOUT = Rollout((1,), torch.tensor([5]), torch.zeros(1), 0, finished=True)
 PROMPTS = [Prompt(i, "q", (1,), {"truth": i}) for i in range(4)]
@@ -116,3 +118,12 @@ def test_the_means_of_an_evaluation_leave_out_what_has_no_score():
     expected = {"a": 2.0, "a/unscorable": 0.25, "b": None, "b/unscorable": 1.0}
     assert means(["a", "b"], items) == {**expected, "sum": None, "truncated": 0.25}
     assert means(["a"], items)["sum"] == 2.0
+
+
+def test_the_runs_seed_draws_the_sampled_answers(monkeypatch):
+    seeds = []
+    monkeypatch.setattr(held_out, "answers", lambda *given: seeds.append(given[3].seed) or [])
+    monkeypatch.setattr(held_out, "means", lambda *_: {})
+    for seed in (0, 1):
+        held_out.evaluate_held_out(settings_of(seed=seed), [], None, None)
+    assert len(set(seeds)) == 3, "greedy answers need no seed"
