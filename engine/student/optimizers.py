@@ -64,7 +64,7 @@ def apply_settings(made: torch.optim.Optimizer, settings: Optimiser) -> None:
 
 
 def schedule(settings: Optimiser, updates: int) -> Callable[[int], float]:
-    """Return `settings.schedule` for a run of `updates` updates. Raise ValueError as `resolve` does."""
+    """Return the schedule as update -> factor of the learning rate. Raise ValueError as `resolve` does."""
     factor = resolve(settings.schedule, SCHEDULES)
     return lambda update: factor(update, updates)
 

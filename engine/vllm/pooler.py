@@ -107,7 +107,7 @@ class TeacherWorker:
     model_runner: Any
 
     def serve_teacher(self, path: str) -> None:
-        """Put the head of the model at `path` behind the decoder, which holds that model's weights."""
+        """Serve the head of the model at `path`; the decoder must already hold that model's weights."""
         model = self.model_runner.get_model()
         poolers, source = model.pooler.poolers_by_task, (path, identity(path))
         if getattr(poolers[TASK], "source", None) == source:

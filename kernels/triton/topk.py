@@ -1,7 +1,7 @@
 """Top-kappa with log-probabilities: one kernel streams the vocabulary, a second one selects (select.py).
 
-Each thread keeps its maximum and its sum of exponentials, and stores a word for each block. The loop needs no
-exchange between threads.
+Each thread keeps its maximum and its sum of exponentials, and stores a 32-bit word for each block. The first
+kernel's loop over blocks needs no communication between threads.
 
 Shapes: N rows, V vocabulary, S support entries (kappa). In kernels: R rounds of a block, T threads, E
 elements of a chunk (16 bytes, read at once); chunk c holds the ids c * E to c * E + E - 1.

@@ -38,7 +38,7 @@ class Report:
     rewards: Sequence[str] = ()
     settings_yaml: str = ""
     kinds: Mapping[str, str] = field(default_factory=dict)
-    """Stage of each run, or its method if it merges."""
+    """Run -> its stage or, for a merge run, its merge method."""
     begins: Mapping[str, int] = field(default_factory=dict)
     """Wall-clock step at which each run starts."""
     metrics: Mapping[str, Lines] = field(default_factory=dict)

@@ -80,7 +80,7 @@ def report_of(settings: Settings, folder: Path, rows: Sequence[Row], columns: Se
 
 
 def kind(settings: Settings, run: str) -> str:
-    """Return the stage of a run, or its method if it merges."""
+    """Return the stage of a run or, for a merge run, its merge method."""
     stage = settings.runs[run].stage
     return settings.resolved(run).merge.method if stage == "merge" else stage
 

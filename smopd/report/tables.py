@@ -59,7 +59,7 @@ def cell(row: Row, column: str) -> str:
 
 
 def assign(kinds: Mapping[str, str]) -> dict[str, str]:
-    """Return the name of each run's color. `kinds` has each run's stage, or its method if it merges."""
+    """Return the name of each run's color. `kinds`: run -> stage or merge method."""
     found: dict[str, str] = {}
     for i, (run, kind) in enumerate(kinds.items()):
         free = [name for name in (*PREFERRED.get(kind, ()), *PALETTE) if name not in found.values()]

@@ -201,7 +201,7 @@ def summarise(accuracies: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def missing_parts(summary: Mapping[str, float | None]) -> list[str]:
-    """Return the parts of Overall that are incomplete. Parts that ran name their missing categories."""
+    """Return the incomplete parts of Overall. A part that ran partly is followed by what it lacks."""
     missing = []
     for part, (_, name, categories) in OVERALL.items():
         absent = [category for category in categories if summary.get(category) is None]
