@@ -2,7 +2,7 @@
 
 
 class Failure(Exception):
-    """An error of the user's files, models, servers or machine, printed without a traceback."""
+    """An error caused by the user's files, models, servers or machine, printed without a traceback."""
 
 
 class NoServer(Failure, RuntimeError):

@@ -27,7 +27,7 @@ class CannotWrite(Failure, RuntimeError):
 
 
 class DamagedFile(Failure, ValueError):
-    """A file of a run whose content is not what was written."""
+    """A run's file whose content is not what was written."""
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def _small_write(folder: Path) -> int | None:
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
-    """Replace a file atomically; CannotWrite leaves it unchanged. Only one process may write the file."""
+    """Replace a file atomically; after CannotWrite it is unchanged. Only one process may write the file."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
     with room_for(path):

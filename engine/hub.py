@@ -1,4 +1,4 @@
-"""Test whether the Hugging Face hub responds. If it does not, its client retries each file for 30 seconds."""
+"""Test whether the Hugging Face hub responds. If not, the hub's client retries each file for 30 seconds."""
 
 import os
 from functools import cache

@@ -52,7 +52,7 @@ class LocalPreferenceModel:
     def _batch(self, sequences: Sequence[TokenIds]) -> list[float]:
         ids_BT = pad_sequence([torch.tensor(sequence) for sequence in sequences], batch_first=True)
         lengths_B = torch.tensor([len(sequence) for sequence in sequences])
-        real_BT = (torch.arange(ids_BT.shape[1]) < lengths_B[:, None]).long()  # any id may pad
+        real_BT = (torch.arange(ids_BT.shape[1]) < lengths_B[:, None]).long()  # padding may have any id
         states_BTD = self._decoder(
             input_ids=ids_BT.to(self.device), attention_mask=real_BT.to(self.device), use_cache=False
         ).last_hidden_state
@@ -83,7 +83,7 @@ class RemotePreferenceModel:
         return Request("/classify", json=body | {"use_activation": False, "add_special_tokens": False})
 
     def _admit(self, urls: Sequence[str]) -> None:
-        """Remove servers that do not answer, or score PROBE unlike the first server: their model differs."""
+        """Remove servers that do not answer, or have another model: they score PROBE unlike the first."""
         for url in urls:
             try:
                 name, length = self._servers.ask(url, Request("/v1/models"), _name_and_length)
@@ -106,8 +106,8 @@ def by_batches(
 ) -> list[float]:
     """Score the sequences in batches of similar length, and return the scores in order.
 
-    Equal sequences are scored once. In batches of different shapes their scores would differ by rounding, and
-    a group of equal rewards would get nonzero advantages.
+    Equal sequences are scored once. If they were scored in batches of different shapes, their scores would
+    differ by rounding, and a group of equal responses would get nonzero advantages.
     """
     keys = [tuple(sequence) for sequence in sequences]
     if not all(keys):
@@ -124,7 +124,7 @@ def by_batches(
 
 
 def _load(path: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, nn.Linear]:
-    """Load the model and its head from `path`, which has a config."""
+    """Load the model and its head from `path`, which must have a config."""
     with load_errors(path):
         found: Any = AutoModelForSequenceClassification.from_pretrained(
             place_of(path),

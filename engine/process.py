@@ -20,7 +20,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 CALLER = "SMOPD_ENGINE_CALLER"
 """Environment variable with the process id of an engine's caller."""
 SAME_SECONDS = 2.0
-"""Ours: equal signals within this time count as one: a launcher and a job manager may each send a signal."""
+"""Ours: equal signals within this time count as one, as a launcher and a job manager may each send it."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """SIGHUP: the terminal is gone. SIGUSR1: Slurm's warning before a time limit (#SBATCH --signal)."""
 PARENT_SECONDS = 1.0  # ours: polling interval

@@ -117,7 +117,7 @@ class Vllm(Section):
     """colocated: in the training process of every rank; process: in a separate process."""
     engine_kwargs: dict[str, Any] = Field(default={})
     """Arguments of vllm.LLM, such as tensor_parallel_size, max_model_len, gpu_memory_utilization,
-    kv_cache_memory_bytes, enforce_eager or enable_sleep_mode. The others get defaults."""
+    kv_cache_memory_bytes, enforce_eager or enable_sleep_mode. Arguments that are not given get defaults."""
 
     @field_validator("engine_kwargs")
     @classmethod

@@ -2,13 +2,13 @@
 
     python -m smopd.engine.teacher_server PATH --port 8100 --vocabulary 151936
 
-`POST /score?kappa=16&temperature=1.0` returns the top kappa at each response token. Requests and answers are
-safetensors (smopd/engine/remote/wire.py). A request with `weights=DIGEST` (from /describe) fails if the
-server holds other weights. Malformed requests get status 400, and requests of more than MAX_REQUEST_BYTES get
-413. The server keeps no state, so a request may be repeated.
+`POST /score?kappa=16&temperature=1.0` returns the kappa most likely tokens at each response position.
+Requests and answers are safetensors (smopd/engine/remote/wire.py). A request with `weights=DIGEST` (from
+/describe) fails if the server holds other weights. Malformed requests get status 400, and requests of more
+than MAX_REQUEST_BYTES get 413. The server keeps no state, so a request may be repeated.
 
 If the environment variable SMOPD_SERVER_TOKEN is set, every request needs `Authorization: Bearer TOKEN`.
-Clients take it from the same variable. Nothing is encrypted: use this server inside a private network.
+Clients read TOKEN from the same variable. Nothing is encrypted: use this server inside a private network.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 MAX_REQUEST_BYTES = 256 << 20  # ours
 MAX_TEXT = 1 << 20  # ours, characters to tokenize
-TEMPERATURES = (1e-2, 1e2)  # ours: logits could overflow when divided by less
+TEMPERATURES = (1e-2, 1e2)  # ours: logits divided by less than 1e-2 could overflow
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 

@@ -33,9 +33,9 @@ def draw_key(*numbers: int) -> int:
 
 
 ENDINGS = ("environment", "response", "turns", "tokens")
-"""A conversation ended by its environment, or by the limit on a response, on turns, or on all tokens."""
+"""How a conversation can end: by its environment, or by the limit on a response, turns, or all tokens."""
 FAILED = ("exception", "timeout", "worker_died")
-"""A conversation ended because its environment failed."""
+"""How a conversation can end if its environment fails."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +95,7 @@ class Layout:
     one_row_from: int = 0
     """With pieces, a micro-batch whose longest unit is shorter than this is computed as masked rows."""
     alone_above: int | None = None
-    """Sequences longer than this are processed alone: they change the rotary embedding of a whole batch."""
+    """Longer sequences are processed alone, because they change the rotary embedding of their whole batch."""
     description: str = field(default="", compare=False)
 
 
@@ -125,7 +125,7 @@ class TokenBatch:
     position_ids: Tensor
     """(rows, L) int64, counted from 0 in each sequence."""
     predictor_N: Tensor
-    """(N,) int64, the position in (rows * L) whose hidden state predicts each response token."""
+    """(N,) int64: for each response token, the position in (rows * L) whose hidden state predicts it."""
     token_ids_N: Tensor
     """(N,) int64, the response tokens."""
     flat_N: Tensor
@@ -134,7 +134,7 @@ class TokenBatch:
     """In order; together they cover every flat position once."""
     attends: Attends
     share: float = 1.0
-    """The number of this micro-batch's response tokens, divided by that of the update on all ranks."""
+    """This micro-batch's share of the response tokens that the update has on all ranks."""
 
     def to(self, device: torch.device) -> TokenBatch:
         moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}

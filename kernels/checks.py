@@ -30,7 +30,7 @@ def check_tensor(
     *,
     like: tuple[str, Tensor] | None = None,
 ) -> None:
-    """Check shape, dtype and device (of `like`: name, tensor). A string in `sizes` allows any size."""
+    """Check shape, dtype and device. A string in `sizes` allows any size; `like`: (name, tensor) to match."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} is {type(value).__name__}, expected a tensor of shape {_shape(sizes)}")
     fits = len(value.shape) == len(sizes) and all(

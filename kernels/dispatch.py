@@ -53,7 +53,7 @@ def definition(op: str) -> Callable[..., Any]:
 
 
 def running_topk(tensor: Tensor, **facts: Any) -> Any:
-    """Return the backend's class that computes topk_logprobs piece by piece of the vocabulary, or None."""
+    """Return the backend's class that computes topk_logprobs from pieces of the vocabulary, or None."""
     backend = backend_for("topk_logprobs", tensor, **facts)
     return getattr(_module(MODULES["topk_logprobs"][backend]), "RunningTopK", None)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from smopd.kernels.types import compute_dtype
 
 CHUNK_BYTES = 5 << 28  # 1.25 GiB: 4,096 rows of 152,064 in bf16, so 8,192 tokens are two chunks
-CHUNK_BYTES_CPU = 160 << 20  # at N 2048, D 512, V 151936 in fp32 the peak is under a tenth of eager's
+CHUNK_BYTES_CPU = 160 << 20  # at N 2048, D 512, V 151936 in fp32 peak memory is under a tenth of eager's
 ROW_UNIT, ROW_UNIT_CPU = 128, 16  # a chunk has a multiple of this many rows if the budget allows it
 PIECE_BYTES = 8 << 20  # size of an fp32 piece of the weight or of the logits' gradient
 ROW_ALIGN_BYTES = 128  # a cache line of a GPU, more than any GEMM needs
@@ -94,7 +94,7 @@ def hidden_gradient_into(out_ND: Tensor, dlogits_NV: Tensor, weight_VD: Tensor) 
 def weight_gradient_into(
     out_VD: Tensor, dlogits_NV: Tensor, hidden_ND: Tensor, *, accumulate: bool = False
 ) -> None:
-    """Compute out (+)= dlogits.T @ hidden. `out` has the weight's or, to accumulate, the compute dtype."""
+    """Compute out (+)= dlogits.T @ hidden. To accumulate, `out` has the compute dtype, else the weight's."""
     if _one_gemm(hidden_ND, out_VD, accumulate):
         _product_into(out_VD, dlogits_NV.T, hidden_ND, accumulate)
         return

@@ -129,7 +129,7 @@ class LossSettings:
         tail: add a bucket for the tokens outside the target's support, in student and target.
         temperature: of the ratio and the entropy; use the temperature of the rollouts.
         kl_temperature: of the student in the forward KL; use the temperature of the teachers.
-        reverse_kl_surrogate: "paper": -clip(ratio) * adv, as in Eq. 17; "ppo": with PPO's min.
+        reverse_kl_surrogate: "paper": -clip(ratio) adv (Eq. 17); "ppo": -min(ratio adv, clip(ratio) adv).
     """
 
     clip_low: float = 0.2

@@ -37,7 +37,7 @@ Way = Literal["together", "alone", "uncached"]
 """together: one padded batch; alone: one prompt at a time in the model's own cache; uncached: no cache."""
 CHECK_TOKENS = 4  # ours: tokens sampled by the self-check
 _WAYS: dict[tuple, Way] = {}
-"""Ways that have passed the self-check in this process."""
+"""The way that has passed the self-check in this process, keyed by `paths.architecture`."""
 CHECK_EVERY = 16  # tokens (ours) between checks for finished rows; each check synchronizes with the device
 BLOCK = 256  # positions (ours): smaller blocks need more graphs, larger ones read more unused keys
 ALIGNED = 16  # positions (ours): torch's kernels copy masks whose rows are not 16-byte aligned
@@ -65,7 +65,7 @@ class LocalRollout:
         max_batch_tokens: limit of cache positions; prompts beyond this limit are sampled in further turns.
         decoding: "loop", "in_place", or "auto" (in place on CUDA if the model allows it).
     Raises:
-        ValueError: "in_place" cannot serve the model.
+        ValueError: "in_place" does not suit the model.
         UnusableModel: no way of sampling agrees with the model's forward.
     """
 
@@ -229,7 +229,7 @@ class LocalRollout:
         return tokens_RT, logps_RT
 
     def _decode_alone(self, prompt: tuple[int, ...], group: int, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """Sample the responses to one prompt with the model's masks and cache; return what `_decode` does."""
+        """Sample the responses to one prompt with the model's masks and cache; return as `_decode` does."""
         n, n_new, device = sampling.n, sampling.max_new_tokens, self.model.device
         keys_R, samples_R = torch.full((n,), group, device=device), torch.arange(n, device=device)
         uniform_RT = uniform(sampling.seed, keys_R, samples_R, n_new)

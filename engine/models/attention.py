@@ -130,7 +130,7 @@ def mask_of(pieces: Sequence[Piece], shape: tuple[int, ...], device: torch.devic
 def layer_masks(
     model: PreTrainedModel, mask: Tensor, query_RQ: Tensor, key_RK: Tensor
 ) -> Tensor | dict[str, Tensor]:
-    """Return `mask` as layers of `model` take it: with windows, one mask per layer type, additive if eager.
+    """Return `mask` as `model`'s layers expect it: per layer type if some have windows, additive if eager.
 
     mask: (R or 1, 1, Q, K) bool; query_RQ, key_RK: positions in their sequences.
     """
@@ -177,7 +177,7 @@ def attend_pieces(
 
 
 def set_token_attention(model: PreTrainedModel) -> None:
-    """Select `attend_token` where `model` attends by sdpa."""
+    """Select `attend_token` if `model` attends by sdpa."""
     if model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
         _register(TOKENS, attend_token)
         model.set_attn_implementation(TOKENS)
@@ -194,7 +194,7 @@ def attend_token(
     """Call sdpa without the copies of keys and values that transformers < 5.24 makes under a mask.
 
     (R, H, 1, d) queries, (R, K, T, d) keys and values, (R or 1, 1, 1, T) mask -> (R, 1, H, d). The G heads
-    of a key-value head become G queries. Other shapes go to sdpa.
+    of a key-value head become G queries. Other shapes go to transformers' sdpa.
     """
     n_rows, n_heads, n_queries, _ = query.shape
     shared = attention_mask is not None and attention_mask.shape[1] == 1

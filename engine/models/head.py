@@ -24,7 +24,7 @@ from smopd.kernels.types import LossSettings, LossStats, LossTokens, TopK
 
 @dataclass(frozen=True)
 class Head:
-    """A linear head, which never holds all logits in memory, or cap * tanh(linear / cap), which holds all."""
+    """A linear head or, with `cap`, cap * tanh(linear / cap), which holds all logits in memory at once."""
 
     weight_VD: Tensor
     bias_V: Tensor | None = None

@@ -94,7 +94,7 @@ def _mend_generation(model: PreTrainedModel, path: str | Path) -> None:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the model at `path`; FileNotFoundError or UnusableModel."""
+    """Load the tokenizer of the model at `path`; raise FileNotFoundError or UnusableModel if that fails."""
     place = place_of(path)
     with load_errors(path):
         tokenizer = transformers.AutoTokenizer.from_pretrained(place, **custom_code())
@@ -157,7 +157,7 @@ def cache_argument(model: PreTrainedModel) -> str:
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """Return the decoder without the head."""
     found = model.get_decoder()
-    # get_decoder of Llama 4 returns the model itself, of ModernBERT the head
+    # get_decoder returns the model itself for Llama 4, and the head for ModernBERT
     return found if isinstance(found, PreTrainedModel) and found is not model else model.model
 
 
@@ -177,7 +177,7 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 
 def _read_config(path: str | Path) -> tuple[str, PreTrainedConfig]:
-    """Return the folder or hub id that transformers takes for the model at `path`, and the model's config."""
+    """Return the folder or hub id to load the model at `path` from (`place_of`), and the model's config."""
     place = place_of(path)
     if Path(place).is_dir() and not (Path(place) / "config.json").is_file():
         raise FileNotFoundError(f"model {path}: this folder has no config.json, expected a saved model")
@@ -186,7 +186,7 @@ def _read_config(path: str | Path) -> tuple[str, PreTrainedConfig]:
 
 
 def place_of(path: str | Path) -> str:
-    """Return `path` with ~ expanded: an existing folder, or what may be a hub id."""
+    """Return a folder (~ expanded), a possible hub id or, if the hub does not respond, its cached folder."""
     place = str(Path(path).expanduser()) if str(path).startswith("~") else str(path)
     if Path(place).is_dir():
         config = Path(place) / CONFIG_NAME

@@ -1,4 +1,4 @@
-"""Packing of ragged rollouts into micro-batches. Their rows hold units: a prompt with some of its responses.
+"""Packing of ragged rollouts into micro-batches, whose rows hold units: prompts with some of their responses.
 
 The last token of a response is predicted but never read, so it takes no position.
 """
@@ -80,7 +80,7 @@ def _length(rollouts: Sequence[Rollout], unit: list[int]) -> int:
 
 
 def _units(rollouts: Sequence[Rollout], chosen: Sequence[int], budget: int) -> list[list[int]]:
-    """Return lists of rollouts that share one copy of their prompt and fit `budget`; with 0, none share."""
+    """Return lists of rollouts that share a copy of their prompt and fit `budget`; if it is 0, none share."""
     units: list[list[int]] = []
     for _, members in groupby(chosen, key=lambda i: (rollouts[i].group, rollouts[i].prompt_ids)):
         unit: list[int] = []

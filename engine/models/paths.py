@@ -26,8 +26,8 @@ DESCRIPTIONS = {
     "plain": "one sequence in each row, not packed",
 }
 CHECK_BYTES = 4 << 30
-"""Ours: limit of the self-check's activations. Within this limit, one sequence is longer than the
-windows and the RoPE boundary."""
+"""Ours: limit of the self-check's activations. If this limit allows it, one sequence is longer than
+the windows and the RoPE boundary."""
 TOKEN_BYTES = 160  # ours: fp32 activations of a token, for each layer and hidden dimension
 CPU_LENGTH = 600  # ours: positions that a CPU computes within a second in a small model
 CHECK_IDS = 1000  # ours: ids below are ordinary tokens in most vocabularies
@@ -43,8 +43,8 @@ _AGREED: set[tuple] = set()
 def choose(model: PreTrainedModel, wanted: str, dtype: torch.dtype) -> Layout:
     """Select the fastest attention that agrees with transformers, and return the layout of its batches.
 
-    wanted: "auto", "sdpa" (never by pieces) or "flash" (by pieces). Raise ValueError if "flash" cannot serve
-    the model, UnusableModel if even single sequences disagree with transformers.
+    wanted: "auto", "sdpa" (never by pieces) or "flash" (by pieces). Raise ValueError if "flash" does not
+    suit the model, UnusableModel if even single sequences disagree with transformers.
     """
     not_pieces = "as set" if wanted == "sdpa" else attention.why_not_pieces(model, dtype)
     not_packed = attention.why_not_packed(model)

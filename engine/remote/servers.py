@@ -236,9 +236,10 @@ class Servers:
         raise ServerUnavailable(self.removed[url])
 
     def restore(self) -> list[str]:
-        """Put removed servers whose /health answers back into use, and return them.
+        """Restore the removed servers that answer /health, and return their URLs.
 
-        After missing the deadline, a server is not checked for as long; each further miss doubles the pause.
+        After missing a deadline, a server is not checked for the length of that deadline; each further miss
+        doubles this pause.
         """
 
         async def check(url: str) -> None:

@@ -121,7 +121,7 @@ class Checkpoints:
         return self.newest, process["extra"] if same_ranks else None
 
     def _run(self, given: str | None = None) -> str:
-        """Return the identity of the run. A run without an identity takes `given` or a new one."""
+        """Return the identity of the run. If it has none yet, store `given` or a new one."""
         file = self.folder.parent / "id"
         if not file.exists():
             write_atomically(file, (given or uuid4().hex).encode())

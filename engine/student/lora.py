@@ -62,10 +62,10 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
 
 
 def _targets(model: PreTrainedModel, wanted: list[str]) -> list[str]:
-    """Return the target names. The head and embeddings get no adapters, as the fused head is linear."""
+    """Return the target names. Head and embeddings get no adapters: the fused loss needs a plain head."""
     layers = decoder_layers(model)
     linear = {_last(name) for name, module in layers.named_modules() if isinstance(module, nn.Linear)}
-    linear.discard("router")  # peft's router would return a tensor (phimoe) or be read as more logits (Jamba)
+    linear.discard("router")  # adapted, it would return a tensor (phimoe) or be read as more logits (Jamba)
     if not linear:
         raise ValueError(f"lora: the decoder of a {type(model).__name__} has no linear layers")
     stacked = (name for name, value in layers.named_parameters() if value.dim() == 3)
@@ -87,7 +87,7 @@ def _last(name: str) -> str:
 
 
 def _served(model: PreTrainedModel, targets: list[str]) -> set[str]:
-    """Return the targets that peft keeps. It moves others to fused experts, which `merged` cannot merge."""
+    """Return the targets that peft keeps; it moves others to fused experts, which `merged` cannot merge."""
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(r=1, target_modules=targets)

@@ -50,7 +50,7 @@ SCHEDULES: dict[str, Schedule] = {"constant": constant, "linear": linear, "cosin
 
 
 def optimizer(policy: nn.Module, settings: Optimiser) -> torch.optim.Optimizer:
-    """Create `settings.optimizer` for the trained parameters of `policy`; ValueError as `resolve`."""
+    """Create `settings.optimizer` for the trained parameters; raise ValueError as `resolve` does."""
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     return resolve(settings.optimizer, OPTIMIZERS)(trained, settings)
 

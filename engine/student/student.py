@@ -47,7 +47,7 @@ class Student:
 
     Args:
         model: unsharded and equal on all ranks; fp32, or the compute dtype under LoRA.
-        schedule: update (from 0) -> factor of the learning rate, besides the warm-up. None: 1.
+        schedule: update (from 0) -> factor of the learning rate, multiplied by the warm-up's. None: 1.
     Raises:
         ValueError, UnusableModel, ImportError: the settings do not suit the model or this environment.
     """
@@ -120,7 +120,7 @@ class Student:
             raise UnusableModel(f"student.compute_dtype: {text}; expected float32, in which it works")
 
     def logps(self, rollouts: Sequence[Rollout], temperature: float, *, adapters: bool = True) -> Tensor:
-        """Return the tokens' (N,) fp32 logps, under LoRA's base if not `adapters`; a collective call."""
+        """Return the tokens' (N,) fp32 logps, those of LoRA's base if not `adapters`; a collective call."""
         with nullcontext() if adapters else lora.adapters_disabled(self.model):
             logp_N = self.topk(rollouts, 0, temperature).token_logp_N
         assert logp_N is not None
@@ -173,7 +173,7 @@ class Student:
         A tied head follows the embedding as the same tensor, which is gathered once.
 
         Raises:
-            NonFinite: names a tensor with NaN or infinite elements.
+            NonFinite: a tensor, which the error names, has NaN or infinite elements.
         """
         tensors = self._tensors()
         names: dict[int, list[str]] = {}

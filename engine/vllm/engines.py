@@ -64,7 +64,7 @@ class Engine:
         sleeps: whether the engine leaves the GPU between uses.
         memory: its GPU memory; None on a CPU.
         holds: identity of the files that its weights come from; None for other weights.
-        asleep: the set of what is off the GPU now, among "weights" and "kv_cache".
+        asleep: what is off the GPU now: a subset of {"weights", "kv_cache"}.
         trouble: why the engine cannot serve, or "".
         broken: whether vLLM failed during a load, so that later loads may be silently wrong.
     """

@@ -36,7 +36,7 @@ class Gpu(NamedTuple):
 class EngineMemory(NamedTuple):
     """Bytes of an awake engine on one GPU.
 
-    head: loaded by the pooler, so not part of vLLM's own share; least: the cache of one longest sequence.
+    head: loaded by the pooler, so not part of vLLM's own share; least: the cache of the longest sequence.
     """
 
     weights: int
@@ -89,7 +89,7 @@ def engine_memory(
 def vllm_arguments(
     settings: Vllm, memory: EngineMemory, gpu: Gpu, *, sleeps: bool, samples: bool
 ) -> dict[str, Any]:
-    """Return the memory arguments of vllm.LLM, which checks that this share of the memory is free."""
+    """Return the memory arguments of vllm.LLM, which checks that the share gpu_memory_utilization is free."""
     if settings.gpu_memory_share is not None and settings.kv_cache_bytes is None:
         return {"gpu_memory_utilization": settings.gpu_memory_share}
     least, room = memory.total - memory.work, gpu.free if sleeps else gpu.room

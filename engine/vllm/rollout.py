@@ -62,7 +62,7 @@ class VllmRollout:
         return rollouts[first : first + len(own)]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load as in `RolloutEngine`; raise as `Engine.load`, or NoServer on all ranks if one engine died."""
+        """Load as in `RolloutEngine`; raise as `Engine.load` does, NoServer and CannotSend on all ranks."""
         stream = iter(weights)
 
         def take() -> None:

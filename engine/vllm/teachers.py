@@ -84,7 +84,7 @@ class VllmTeachers(Dropping):
         return self.settings.placement == "process"
 
     def base(self, path: str | Path) -> VllmTeachers | None:
-        """Return the base model at `path`, in the engine of its adapters, or None if there are none."""
+        """Return an engine for only the model at `path` if it is a teacher or a teacher's base, else None."""
         for one in self.bases:
             if same_place(one.path) == same_place(path):
                 alone = copy.copy(self)

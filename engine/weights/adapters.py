@@ -59,7 +59,7 @@ def read_adapter(path: str | Path) -> Adapter | None:
     """Read the LoRA adapter in the folder `path`; None if there is no adapter_config.json.
 
     Raise UnusableModel if the adapter is not LoRA, names no base, adapts the embeddings or the head, or holds
-    weights other than low-rank matrices, which would replace those of the shared base.
+    anything but low-rank matrices: other weights would replace those of the shared base.
     """
     folder = Path(path).expanduser()
     file = folder / "adapter_config.json"

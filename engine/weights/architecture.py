@@ -29,7 +29,7 @@ class Architecture(NamedTuple):
 
     identity: equal for models that can exchange weights.
     tied: names of the input embedding and the head if they share a tensor.
-    in_files: the form that a weight of the loaded model has in files, such as a tensor for each expert.
+    in_files: converts a weight of the loaded model to its form in files, such as a tensor for each expert.
     """
 
     identity: str
@@ -66,7 +66,7 @@ def architecture_of(path: str) -> Architecture:
 
 
 def _require_tied(path: str, tied: tuple[str, str]) -> None:
-    """Raise UnusableModel if the files hold a head of their own, which vLLM would not load."""
+    """Raise UnusableModel if the files hold a head unlike the tied embedding: vLLM would ignore that head."""
     files = weight_files(path)
     if all(name in files for name in tied) and not torch.equal(*(tensor(files[name], name) for name in tied)):
         text = f"its config ties {tied[1]} to {tied[0]}, which differ in its files"
@@ -76,7 +76,7 @@ def _require_tied(path: str, tied: tuple[str, str]) -> None:
 class Checked:
     """A stream of weights as files store them. It ends at the first mistake, which it keeps in `error`.
 
-    An exception would leave vLLM with half-loaded layers. vLLM silently skips weights in another form.
+    An exception would leave vLLM with half-loaded layers. vLLM would silently skip weights in any other form.
     """
 
     def __init__(self, architecture: Architecture, weights: Iterable[tuple[str, Tensor]]):
@@ -156,7 +156,7 @@ def tensor(file: str, name: str) -> Tensor:
 
 
 def identity(path: str) -> str:
-    """Return a string that changes with the weights at `path`: names, sizes and times of its files."""
+    """Return a string that changes with the weight files' names, sizes and times; for a hub id, the id."""
     folder = Path(path)
     if not folder.is_dir():
         return path

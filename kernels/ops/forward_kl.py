@@ -82,7 +82,7 @@ def topk_forward_kl(
 
         dlogits_v = (1/T) [dkl (Q p_v - sum_{s: v_s = v} q_s) + dlogp ([v = y] - p_v)],  Q = sum_s q_s
 
-    tail=True merges repeats and adds a bucket for the tokens outside the support. There the target's mass is
+    tail=True merges repeats and adds a bucket for the tokens outside the support. In it, the target's mass is
     q_r = 1 - Q (0 below 2^-20), and the student's mass is p_r. kl_N is then a true KL with gradient p_v - q_v
     on the support and p_v (1 - q_r / p_r) outside.
 

@@ -56,7 +56,7 @@ def smopd_loss(
 
     Args:
         logits_NV: (N, V), unit stride along V.
-        tokens: of the same N and device.
+        tokens: with the N and the device of the logits.
         inplace: write the gradient into the memory of the logits, which must be the whole output of an
             operation. Any later use of the logits raises, and so does a second backward. If the
             logits require no gradient, nothing is written.
@@ -104,7 +104,7 @@ def objective_of(flat: Sequence[Any]) -> tuple[LossTokens, LossSettings]:
 
 
 def packed_stats(stats: LossStats) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tensors of STATS_SCHEMA, (C, N), (N,) and (4,); an operator's outputs share no memory."""
+    """Return STATS_SCHEMA's tensors, (C, N), (N,) and (4,); an operator's outputs may not share memory."""
     columns, sums = (_stacked([getattr(stats, name) for name in names]) for names in (_COLUMNS, _SUMS))
     return columns, stats.clipped_N, sums
 
@@ -269,7 +269,7 @@ def linear_smopd_loss(
     Logits have the inputs' dtype and are computed a chunk of tokens at a time. Forward also computes the
     gradients that are needed; backward scales them by the upstream gradient, in place unless the graph is
     retained. Gradients of weight and bias are summed in fp32 (fp64 for fp64). Autocast has no effect. The
-    note on fp16 in smopd_loss applies. On a CPU tokens whose weights are all 0 are skipped.
+    note on fp16 in smopd_loss applies. On a CPU, tokens whose weights are all 0 are skipped.
 
     Args:
         hidden_ND: (N, D).
@@ -299,7 +299,7 @@ def _in_chunks(
     need: Sequence[bool],
     dweight_dtype: torch.dtype,
 ) -> tuple[TokenTerms, Tensor, Tensor, Tensor]:
-    """Compute all tokens' terms and the gradients of hidden, weight and bias; (0,) for one not needed."""
+    """Compute all tokens' terms and the gradients of hidden, weight and bias, of shape (0,) if not needed."""
     n_vocab, wide = weight_VD.shape[0], compute_dtype(hidden_ND.dtype)
     loss_rows = serving_rows(hidden_ND, tokens, settings, n_vocab=n_vocab)
     zero_grad_N = idle(coefficients(tokens, settings, wide))

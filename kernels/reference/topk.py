@@ -77,7 +77,7 @@ def draw(logits_RV: Tensor, temperature: float, uniform_R: Tensor) -> tuple[Tens
     total_R = cumulative_RV[:, -1]
     aim_R = torch.minimum(uniform_R * total_R, total_R.nextafter(torch.zeros_like(total_R)))
     token_R = torch.searchsorted(cumulative_RV, aim_R[:, None], right=True)[:, 0]
-    token_R = token_R.clamp(max=logits_RV.shape[-1] - 1)  # NaN exceeds no aim
+    token_R = token_R.clamp(max=logits_RV.shape[-1] - 1)  # in a row of NaN no entry exceeds the aim
     return token_R, logps_RV.gather(-1, token_R[:, None])[:, 0]
 
 

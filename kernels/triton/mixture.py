@@ -18,7 +18,7 @@ from torch import Tensor
 from smopd.kernels.types import Mixture
 
 MAX_CANDIDATES = 1024
-LOG_TILE = {False: 7, True: 8}  # log2 of the slots of a program, by `merge`; at least those of one row
+LOG_TILE = {False: 7, True: 8}  # log2 of the slots of a program, by `merge`; more if one row needs more
 LOG_WARP = 8  # log2 of the slots of a warp: sorts of rows up to this need no shared memory
 MIN_LOG_P = 4  # fewer variants to compile
 NO_REGISTER_TARGET = 255  # else ptxas spills a few bytes to fit one more warp

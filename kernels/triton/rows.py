@@ -12,7 +12,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NEG_INF = tl.constexpr(float("-inf"))
-FLOOR = tl.constexpr(-1.0e30)  # of exponents that are multiplied by their power: -inf * 0 would be NaN
+FLOOR = tl.constexpr(-1.0e30)  # of exponents u in products u * 2^u: -inf * 0 would be NaN
 LOWEST = tl.constexpr(-(2.0**31))  # lower exponents count as -inf
 
 

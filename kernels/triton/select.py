@@ -18,7 +18,7 @@ from smopd.kernels.triton.mixture import largest
 
 
 def listed_log(log_k: int) -> int:
-    """Return log2 of the list's length, more for kappa 128: many segments reach the least of 128 maxima."""
+    """Return log2 of the list's length, more above kappa 64: many segments reach the least of 128 maxima."""
     return log_k + 1 if log_k < 7 else log_k + 3
 
 
@@ -134,7 +134,7 @@ def _halved(low, high, middle, n, kappa):
 
 @triton.jit
 def _reached_by(keys, kappa, low, high):
-    """Return a threshold in [low, high] that kappa keys reach (more if keys tie); kappa keys reach low."""
+    """Return a threshold in [low, high] that kappa keys reach (more if keys tie); kappa must reach low."""
     while low < high:
         middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up, without overflow
         low, high = _halved(low, high, middle, tl.sum((keys >= middle).to(tl.int32), 0), kappa)
@@ -143,7 +143,7 @@ def _reached_by(keys, kappa, low, high):
 
 @triton.jit
 def _scattered(N: tl.constexpr):
-    """Return 0 to N - 1. Accesses are not vectorized, so that a lane reads every 32nd value, as it wrote."""
+    """Return 0 to N - 1, but keep accesses unvectorized: a lane reads every 32nd value, as it wrote them."""
     return tl.max_contiguous(tl.arange(0, N), 1)
 
 

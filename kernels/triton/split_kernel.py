@@ -9,10 +9,10 @@ too. A wait ends after PATIENCE polls; missing words are then NaN. A program rea
 so the gradient may overwrite the logits. PHASE 0 is the whole computation. Triton's interpreter runs programs
 one after the other and needs two launches: PHASE 1 ends at the exchange, PHASE 2 starts there.
 
-Measured with Triton 3.6, as a share of a copy of bf16 logits at V = 151,936: 97% on an H100 and 87% on an
-H200; without the prefetch 96 and 79%. Prefetch distances of 66 to 198 programs are equally fast, 396 is too
-far. Slower on the H200: persistent programs that load the next row while they store (78%), parts of eight
-warps (85%), and five parts (85 to 88%, but less with the default settings).
+Measured with Triton 3.6, as a share of the speed of copying bf16 logits at V = 151,936: 97% on an H100 and
+87% on an H200; without the prefetch 96% and 79%. Prefetch distances of 66 to 198 programs are equally fast,
+396 is too far. Slower on the H200: persistent programs that load the next row while they store (78%), parts
+of eight warps (85%), and five parts (85 to 88%, but less with the default settings).
 
 Shapes: as in row_kernel; P is PARTS padded to a power of two.
 """

@@ -191,7 +191,7 @@ def row_targets(
     tail: bool,
     part: int | None = None,
 ) -> RowTargets:
-    """Prepare the targets of all rows in one launch. If there are candidates, another builds the mixture.
+    """Prepare the targets of all rows in one launch. For candidates, another launch first builds the mixture.
 
     Blocks have repeats x lanes x consecutive elements. part: elements per program if programs share a row.
     """

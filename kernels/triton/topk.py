@@ -1,7 +1,7 @@
 """Top-kappa with log-probabilities: one kernel streams the vocabulary, a second one selects (select.py).
 
-Each thread keeps its maximum and its sum of exponentials, and stores a 32-bit word for each block. The first
-kernel's loop over blocks needs no communication between threads.
+Each thread keeps its maximum and its sum of exponentials, and stores a word for each block (64 bits for fp32
+logits, else 32). The first kernel's loop over blocks needs no communication between threads.
 
 Shapes: N rows, V vocabulary, S support entries (kappa). In kernels: R rounds of a block, T threads, E
 elements of a chunk (16 bytes, read at once); chunk c holds the ids c * E to c * E + E - 1.
@@ -79,7 +79,7 @@ def _segment(
 def _log_sum(row_ptr, V, max_T, sum_T, scale, LOG_T: tl.constexpr, BLOCK: tl.constexpr):
     """Return the row's maximum and the log of its sum of exp((x - maximum) / temperature).
 
-    The threads sum 2^(x scale - shift). To this sum, due to rounding, the maximum adds 2^residual instead
+    The threads sum 2^(x scale - shift). Because of rounding, the maximum's own summand is 2^residual instead
     of 1. This is corrected, so that the log is 0 in a row with a single finite logit.
     """
     row_max = tl.max(max_T, 0)
