@@ -94,7 +94,7 @@ def hidden_gradient_into(out_ND: Tensor, dlogits_NV: Tensor, weight_VD: Tensor) 
 def weight_gradient_into(
     out_VD: Tensor, dlogits_NV: Tensor, hidden_ND: Tensor, *, accumulate: bool = False
 ) -> None:
-    """Compute out (+)= dlogits.T @ hidden. To accumulate, `out` has the compute dtype, else the weight's."""
+    """Compute out (+)= dlogits.T @ hidden, `out` in the weight's or, for several chunks, compute dtype."""
     if _one_gemm(hidden_ND, out_VD, accumulate):
         _product_into(out_VD, dlogits_NV.T, hidden_ND, accumulate)
         return

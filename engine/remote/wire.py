@@ -1,7 +1,7 @@
 """Messages between a teacher server and its clients: safetensors, validated by the receiver.
 
     request   tokens (every prompt followed by its response, concatenated) and lengths (R, 2), int32;
-              loss_mask, bool of all response tokens, if some are an environment's
+              loss_mask, a bool for each response token, if some tokens are an environment's
     answer    ids_NS int32, logps_NS and token_logps_N fp32, and the number of ids dropped
 
 Shapes: R responses, N response tokens in flat order, S = kappa entries.

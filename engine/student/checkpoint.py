@@ -38,8 +38,8 @@ class UnusableCheckpoint(Failure, RuntimeError):
 class Checkpoints:
     """The last `keep` checkpoints of a run in `folder`.
 
-    Older checkpoints stay until `confirm`, because finite weights may still have diverged. All methods but
-    `confirm` are collective calls.
+    Older checkpoints stay until `confirm`, because the newest weights, though finite, may have diverged. All
+    methods but `confirm` are collective calls.
     """
 
     def __init__(self, folder: Path, keep: int):
@@ -66,7 +66,7 @@ class Checkpoints:
         self.newest = step
 
     def confirm(self) -> None:
-        """Remove old checkpoints, because the weights of the newest one have given finite results."""
+        """Remove old checkpoints. Call this once the weights of the newest have given finite results."""
         if self.confirmed == self.newest:
             return
         self.confirmed = self.newest

@@ -41,8 +41,8 @@ _SPLIT_UNIT = 8  # a part has a multiple of this many vectors: 128 bytes
 def _configuration(n_vocab: int, dtype: torch.dtype, slots: int, *, aligned: bool) -> tuple[int, int, int]:
     """Return warps, elements per lane and block, and the number of blocks held in registers.
 
-    Short rows are held whole. Longer rows take 16 warps with 128 registers per lane, of which 24 hold the
-    row's end.
+    Short rows are held whole. Longer rows take 16 warps with 128 registers per lane, of which 24 (32 for
+    fp32) hold the row's end.
     """
     elements, held = (8, 4) if dtype == torch.float32 else (16, 3)
     if not aligned:

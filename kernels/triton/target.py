@@ -1,7 +1,8 @@
 """The target kernel: prepares the sparse targets for the row kernel and the split kernel.
 
-One warp per row joins repeated ids, computes the masses and, for the tail bucket, locates the support in the
-row. An id outside the vocabulary makes its row NaN unless its slot is empty.
+A program per row (one warp for each 128 slots) joins repeated ids, computes the masses and, for the tail
+bucket, locates the support in the row. An id outside the vocabulary makes its row NaN unless its slot is
+empty.
 
 Shapes: K slots of a target (a power of two), S support entries; R, L and C as in rows.py.
 """
