@@ -15,7 +15,7 @@ COMMANDS = {
     "merge": ("smopd.merge", "merge the weights of models with one base, without training"),
     "data": ("smopd.data.__main__", "fetch the data of recipes and benchmarks"),
 }
-"""Command -> its module, with `main(argv) -> exit status`, and a description."""
+"""Command -> its module, which has `main(argv) -> exit status`, and a description."""
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -95,7 +95,7 @@ def outside(path: str) -> type[Evaluation]:
 
 
 def evaluate(command: Evaluation, suite: Suite, responses: Sequence[Response], *, of: int) -> None:
-    """Score one response per item, write and show the result; `of` is the number of items in the data."""
+    """Score one response per item, then write and show the result. `of`: number of items in the data."""
     scores = suite.score([response.text for response in responses])
     groups = _groups(suite)
     summary = suite.summary(groups, scores)

@@ -1,4 +1,4 @@
-"""The first import of every command: makes output safe, and requires the packages of the extra `train`."""
+"""First import of every command: keeps prints from failing, requires the packages of the extra `train`."""
 
 import os
 import sys

@@ -46,7 +46,7 @@ STARTUP_SECONDS = 600.0
 
 STEP_COLUMN = "training_step"
 """Column with the training step, from 0, that rewards receive during training."""
-IDS_COLUMN = "completion_ids"  # with the token ids of each response, as TRL's
+IDS_COLUMN = "completion_ids"  # column with the token ids of each response, named as in TRL
 REWARD_ARGUMENTS = ("prompts", "completions", IDS_COLUMN, STEP_COLUMN)
 """Reserved names: no data column or keyword argument of a reward may use them."""
 EVALUATION_VALUES = ("sum", "truncated")
@@ -96,7 +96,7 @@ def without_secrets(text: str, known: list[str] | None = None) -> str:
 
 
 def redacted(value: Any, name: str = "", known: list[str] | None = None) -> Any:
-    """Return the value for a file: secret names' values, and what `without_secrets` finds, are replaced."""
+    """Return the value without secrets: values of secret names, and whatever `without_secrets` removes."""
     secret, known = _SECRET_NAME.fullmatch(name), _of_environment() if known is None else known
     if isinstance(value, dict):
         return {key: redacted(inner, name if secret else str(key), known) for key, inner in value.items()}

@@ -245,7 +245,7 @@ def teacher_target(
 
 
 def teachers_rewards(settings: Settings, rewards_RK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each teacher's reward (R, M), and its range (in the settings, else the batch); collective."""
+    """Return each teacher's reward (R, M), and its range, from the settings or else the batch; collective."""
     names = [reward.name for reward in settings.rewards]
     columns = [names.index(teacher.reward) for teacher in settings.teachers.models]
     rewards_RM = rewards_RK[:, columns]

@@ -1,4 +1,4 @@
-"""Error messages for invalid settings, with file, line and the closest valid name; types for the help."""
+"""Error messages for invalid settings, with file, line and closest valid name; also the help's type names."""
 
 import difflib
 import json
@@ -61,7 +61,7 @@ def line(keys: Keys, text: str, origin: dict[Keys, str]) -> str:
 
 @cache
 def schemas() -> dict[tuple[str, ...], Schema]:
-    """Return the JSON schema of every section, setting and entry by its keys. N: any index. NAME: any key."""
+    """Return keys -> JSON schema for every section, setting and entry. N is any index, NAME any key."""
     whole = Settings.model_json_schema()
     found: dict[tuple[str, ...], Schema] = {}
 

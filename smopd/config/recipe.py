@@ -170,7 +170,7 @@ def dotted(keys: Keys) -> str:
 
 
 def parse_value(text: str) -> Any:
-    """Parse a command-line value as YAML; only a bracket or quote at its start makes characters special."""
+    """Parse a command-line value: as YAML if it begins with a bracket or quote, else as one plain scalar."""
     if text[:1] in tuple("[{\"'"):
         try:
             return yaml.load(text, _Loader)

@@ -152,7 +152,7 @@ def _merge(settings: Settings) -> Wrong:
 
 
 def _run(own: Settings, name: str) -> Wrong:
-    """Check the models that a run of stage merge takes."""
+    """Check the models that a run of stage merge combines."""
     if own.runs[name].stage != "merge":
         return
     merge, models = weight_merge(own, name), {}

@@ -24,7 +24,7 @@ class Steps(NamedTuple):
 
 
 def count_steps(own: Mapping[str, int], needs: Mapping[str, set[str]]) -> dict[str, Steps]:
-    """Return the steps of each run. `needs`: the runs that each is made from; only earlier runs count."""
+    """Return the steps of each run. `needs`: the runs that each run is made from; only earlier runs count."""
     needed: dict[str, set[str]] = {}
     found: dict[str, Steps] = {}
     for run, steps in own.items():

@@ -55,7 +55,7 @@ def show_list(folder: Path) -> None:
 
 
 def presence(each: DataSet, folder: Path) -> str:
-    """Return `whole`, `absent` or `partly (n of m files)`; checks names only."""
+    """Return `whole`, `absent` or `partly (n of m files)`. Files are looked for, not checked."""
     there = sum((folder / file.path).is_file() for file in each.files)
     if there == len(each.files):
         return "whole"

@@ -21,8 +21,8 @@ def read_messages(value: Sequence[Any]) -> tuple[Message, ...]:
     """Validate chat messages and return them without fields of None, which Arrow adds.
 
     Raises:
-        ValueError: a message has no role, or its content is neither a text nor parts of text. An assistant
-            message with tool calls needs no content.
+        ValueError: a message has no role, or its content is neither a string nor a list of text parts. An
+            assistant message with tool calls needs no content.
     """
     messages = []
     for number, given in enumerate(value):
@@ -43,7 +43,7 @@ def read_messages(value: Sequence[Any]) -> tuple[Message, ...]:
 
 
 def read_tools(value: Any) -> list[Any] | None:
-    """Return a row's tools, which are a list of JSON schemas or its JSON text; None if there are no tools."""
+    """Return a row's tools, a list of JSON schemas, parsed if they are JSON text; None if there are none."""
     with suppress(ValueError, RecursionError):
         tools = json.loads(value) if isinstance(value, str) and value.strip() else value
         if not tools:
@@ -69,7 +69,8 @@ def render(
 ) -> str:
     """Return the text of a prompt up to where the response begins.
 
-    A last assistant message is continued; any other chat ends with the generation prompt.
+    If the last message is the assistant's, the response continues it. Otherwise, the text ends with the
+    generation prompt.
 
     Args:
         options: further arguments of the chat template.
@@ -122,9 +123,9 @@ def template_options(defaults: Mapping[str, Any], columns: Mapping[str, Any]) ->
 def response_start(
     tokenizer: PreTrainedTokenizerBase, content: Content, options: Mapping[str, Any] | None = None
 ) -> str:
-    """Return the part of a response that its prompt already holds.
+    """Return the part of a response that its prompt already contains.
 
-    This is the last message of the assistant, or a tag such as `<think>` that the chat template opens. A
+    This is an assistant message that ends the chat, or a tag such as `<think>` that the template opens. A
     block that the template also closes (thinking turned off) is not part of the response.
     """
     if not isinstance(content, str) and content[-1]["role"] == "assistant":
@@ -141,7 +142,7 @@ def _template_start(tokenizer: PreTrainedTokenizerBase, template: str | None, op
     try:
         prompt = render(tokenizer, (asked,), options=further)
         history = render(tokenizer, (asked, {"role": "assistant", "content": mark}, asked), options=further)
-    except ValueError:  # the template takes no such chat
+    except ValueError:  # the template refuses one of these chats
         return ""
     header, found, _ = history.partition(mark)
     start = prompt.removeprefix(header) if found and prompt.startswith(header) else ""

@@ -48,7 +48,7 @@ class Prompt:
     index: the row's number in its source, from 0.
     token_ids: input of the model, including the template's generation prompt.
     columns: the row's other columns, for the rewards.
-    response_start: text of the response that the prompt already holds, such as `<think>`.
+    response_start: text of the response that the prompt already contains, such as `<think>`.
     """
 
     index: int
@@ -69,7 +69,7 @@ class Demonstration(NamedTuple):
 class RowSet(Sequence[T]):
     """The prompts or demonstrations of a source, in order, and the number of rows left out.
 
-    make: returns an item by its index; called each time it is read.
+    make: returns an item by its index; called each time an item is read.
     columns: names that at least one row has.
     digest: SHA-256 of the prompts as text, with their columns; empty if not computed.
     """
@@ -116,7 +116,7 @@ class Encoder:
     completion_column: str | None = None
 
     def check(self, rows: Sequence[Row | None], part: range) -> Checked:
-        """Check some rows; raises ValueError as `load_prompts`."""
+        """Check the rows with indices in `part`; raises ValueError as `load_prompts`."""
         limit, kept, columns, content = self.max_prompt_tokens, array("q"), dict[str, None](), list[str]()
         read = ((index, rows[index]) for index in part)
         found = [(index, row) for index, row in read if row is not None]
@@ -208,7 +208,8 @@ def load_prompts(
     Args:
         source, kwargs: see `open_rows`.
         prompt_column: column with a text (used as one user message) or chat messages (a list or JSON text).
-        map: import path of a function row -> row, or None to leave the row out. Its rows are held in memory.
+        map: import path of a function that returns a new row, or None to leave the row out. The new rows are
+            held in memory.
         max_prompt_tokens: maximum length with the chat template; None is no limit.
         overlong: "drop", "truncate_left" to the last max_prompt_tokens, or "error".
         chat_template_kwargs: further arguments of the chat template, such as {"enable_thinking": False}.

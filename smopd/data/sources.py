@@ -206,7 +206,7 @@ def _read_json(path: Path) -> list[Row] | None:
 
 
 def _read_arrow(path: Path, paths: Sequence[Path], split: str = "train", **options: Any) -> ArrowRows:
-    """Return the rows of files of one kind, or of a folder of data files or made by save_to_disk."""
+    """Return the rows of files of one kind, a folder of data files, or a folder made by save_to_disk."""
     from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset, load_from_disk
 
     names, kind = [str(each) for each in paths], paths[0].suffix[1:] if paths else ""

@@ -57,7 +57,7 @@ def given_responses(given: str, suite: Suite, whole: Sequence[Item]) -> tuple[Su
     """Return the responses of --responses, and the suite reduced to the items that have a response.
 
     Lines with a `key` (or `id`) may come in any order and cover part of the items. Lines without keys must
-    answer all items of `whole`, the suite before --limit, in order. Decoded chats are cut to the response.
+    answer all items of `whole` (before --limit is applied), in order. Decoded chats are cut to the response.
     """
     if given == GROUND_TRUTH:
         truths = suite.truths()

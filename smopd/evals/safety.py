@@ -18,7 +18,7 @@ BENCHMARKS = {"hh": "HH-RLHF", "pku": "PKU-SafeRLHF", "alpaca": "Alpaca"}  # the
 FILES = {"hh": "hh_rlhf_test.jsonl.gz", "pku": "pku_saferlhf_test.jsonl.gz"}
 FILES["alpaca"] = "alpaca_prompt_only_test.jsonl.gz"
 SCORES = ("useful", "harmless")
-# tab:safe_align and tab:gate_safe have all columns; tab:anchor_ablation and tab:opd_ablation the last three.
+# tab:safe_align and tab:gate_safe have all columns, tab:anchor_ablation and tab:opd_ablation only the last 3.
 COLUMNS = (
     *(
         Column(f"{group}_{key}", f"{name} {heading}", digits=3)

@@ -10,7 +10,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-WEIGHT_SUM_TOLERANCE = 1e-6  # ours: decimal fractions such as thirds written with seven digits pass
+WEIGHT_SUM_TOLERANCE = 1e-6  # ours: three weights of 0.3333333 pass
 
 
 def require_host(package: str, first: str, before: str) -> str:

@@ -113,7 +113,7 @@ def load_teacher(trainer: Any, teacher: Any) -> Any:
         prepared = prepare_deepspeed(teacher, trainer.accelerator)
     else:
         prepared = trainer.accelerator.prepare_model(teacher, evaluation_mode=True)
-    prepared.eval()  # DeepSpeed's engine returns nothing
+    prepared.eval()  # not chained: DeepSpeed's eval() returns None
     return prepared.requires_grad_(False)
 
 
@@ -199,7 +199,7 @@ class SeveralTeachers:
             return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).to(dtype)
 
         hidden_ND = states_BTD[completions.counted_BT].to(dtype)
-        del output, states_BTD  # before the loss takes memory
+        del output, states_BTD  # before the loss allocates memory
         scale = logit_scale(model.config.get_text_config())
         with utils.maybe_gather_lm_head_ctx(head.weight, bias):
             yield hidden_ND, whole(head.weight), None if bias is None else whole(bias), scale
@@ -417,7 +417,7 @@ class SMOPDGRPOTrainer(SeveralTeachers, GRPOTrainer):
         self.log_means(stats, entropy=stats.entropy_N, **clips)
 
         def shares(clipped_N: Tensor) -> Tensor:
-            """Return the (R,) share of each response's tokens; NaN for a response without tokens."""
+            """Return each response's share of clipped tokens, (R,); NaN for a response without tokens."""
             clipped_BT = torch.zeros_like(counted_BT).masked_scatter(counted_BT, clipped_N)
             return self.accelerator.gather(clipped_BT.sum(1) / counted_BT.sum(1))
 

@@ -61,7 +61,7 @@ class Verifiers:
     """An environment of verifiers. A call of a tool is `<tool_call>` with JSON, as Qwen and Hermes write it.
 
     Args:
-        name: what `verifiers.load_environment` takes. `arguments` are passed to it.
+        name, arguments: passed to `verifiers.load_environment`.
     """
 
     def __init__(self, name: str, **arguments: Any):
@@ -89,7 +89,7 @@ def rows(name: str, evaluation: bool = False, **arguments: Any) -> Any:
 
 
 def _call(number: str, text: str) -> ToolCall:
-    """Return a call. If it is not JSON, its arguments are its text, which the environment refuses."""
+    """Return the call in `text`. An invalid one gets no name, so that the environment refuses it."""
     try:
         found = json.loads(text)
         return ToolCall(id=number, name=str(found["name"]), arguments=json.dumps(found["arguments"]))

@@ -109,9 +109,9 @@ def rows(column: Tensor) -> Tensor:
 def compute_topk_loss(
     config: Any, distillation_config: Any, data: Any, student_logits: Tensor, data_format: str
 ) -> dict[str, Tensor]:
-    """Compute each token's forward KL to the mixture from the teacher manager.
+    """Compute each token's forward KL to the mixture that the teacher manager returned.
 
-    Undo verl's division of the logits by the rollout's temperature: the teachers are at temperature 1.
+    Undo verl's division of logits by the rollout's temperature, because the teachers have temperature 1.
     """
     settings = distillation_config.distillation_loss
     if settings.loss_mode != LOSS_MODE:
@@ -270,7 +270,7 @@ def compute_advantage(data: Any, adv_estimator: Any, *args: Any, **kwargs: Any) 
 
 @in_place_of(teacher_model.MultiTeacherModelManager)
 def _initialize_teacher_model_managers(self: Any) -> None:
-    """Before the teachers' servers start, compare those tokenizers that can be read on this machine."""
+    """Before the teachers' servers start, compare the tokenizers that this machine has with the student's."""
     settings = self.distillation_config
     if settings.distillation_loss.loss_mode == LOSS_MODE:
         student = self.config.actor_rollout_ref.model

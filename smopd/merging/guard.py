@@ -50,7 +50,7 @@ class Judged:
     candidate: Candidate
     rewards: Rewards
     score: float
-    """The sum of the rewards with the run's weights."""
+    """The sum of the rewards, weighted as in the run."""
     lost: dict[str, float | None]
     """Model -> the share of the model's gain that the candidate lacks; None if the model gained nothing."""
     excess: float
@@ -103,7 +103,7 @@ def _name(merge: Merge, parts: Sequence[Part]) -> str:
 def judged(
     rows: Sequence[tuple[Candidate, Rewards]], models: Sequence[MergedModel], weights: Rewards
 ) -> list[Judged]:
-    """Return the guard's verdicts on `rows`. These are first the candidates of `alone`, then sums.
+    """Return the guard's verdicts on `rows`, which begin with the candidates of `alone`, followed by sums.
 
     A sum is accepted if it loses at most max_regression of each model's gain and scores at least as high as
     every accepted baseline. weights: the run's weight of each reward.
@@ -134,7 +134,7 @@ def judged(
 
 
 def best(rows: Sequence[Judged]) -> Judged | None:
-    """Return the first accepted row with the largest score."""
+    """Return the accepted row with the largest score, the first of equals; None if no row is accepted."""
     return max((row for row in rows if row.out is None), key=lambda row: row.score, default=None)
 
 

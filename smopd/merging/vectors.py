@@ -32,10 +32,10 @@ from smopd.engine.weights.transport import on_cpu
 
 log = logging.getLogger(__name__)
 CONFIG = ("model_type", "hidden_act", "num_attention_heads", "num_key_value_heads", "rope_parameters")
-"""Entries of configs that models with a common base share."""
+"""Entries of a model's config that must equal the base's."""
 NOT_COPIED = ("*.safetensors", "*.bin*", "manifest.*", "adapter", "optimizer*", "training_args*")
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-UNPLAIN = ("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")  # read_adapter refuses others
+UNPLAIN = ("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")  # besides what read_adapter refuses
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class ModelFiles:
                 text = f"{entry} is {ours[entry]!r}, {theirs[entry]!r} in that of the base {base.path}"
                 raise ValueError(f"{self.path}: in its config, {text}")
         matrices = [name for name, shape in base.shapes.items() if len(shape) > 1]
-        for name in matrices[len(matrices) // 2 :][:1]:  # any one shows whether models were trained apart
+        for name in matrices[len(matrices) // 2 :][:1]:  # one is enough to show a wrong base
             stored = base.read(name)
             changed = self.read(name).float() - stored.float()
             if stored.is_floating_point() and stored.float().norm() < changed.norm():

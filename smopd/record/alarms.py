@@ -35,7 +35,7 @@ ADVICE = {
     "per teacher and leaves out tokens outside the top kappa; opd.target merged with opd.tail true is full",
 }
 STEPS = {"rare": 10, "no gradient": 3, "mismatch": 1, "skipped": 1, "unscorable": 1, "negative": 1}
-"""How many steps in a row an alarm holds until it is reported; 5 for alarms not listed."""
+"""How many steps in a row an alarm must hold to be reported; 5 for alarms not listed."""
 
 
 def holding(values: Values, first: Values) -> dict[str, bool]:

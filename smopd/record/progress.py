@@ -108,7 +108,7 @@ class Progress:
         self._bars.stop()
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show the metrics of `step`, from 1. Further metrics of the same step are added to its line."""
+        """Show the metrics of `step`, counted from 1. Later metrics of the same step join its line."""
         again = step == self.step
         self.step = step
         fresh = _shown(metrics)

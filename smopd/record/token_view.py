@@ -26,7 +26,7 @@ Record = dict[str, Any]
 
 
 def token_records(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, student: TopK) -> list[Record]:
-    """Return a record per response token, with the student's probability of it and its top tokens.
+    """Return a record per response token: the student's probability of it, and the student's top tokens.
 
     `student` covers the tokens that the policy sampled: all, or those in the rollout's `loss_mask`.
     """
@@ -98,7 +98,7 @@ def add_merged(
 
 
 def part(top: Tops, tokens: slice) -> Tops:
-    """Return the entries of some tokens."""
+    """Return the entries of the tokens in the slice."""
     return type(top)(**{name: value[tokens] for name, value in vars(top).items()})
 
 

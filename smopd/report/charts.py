@@ -11,7 +11,7 @@ from smopd.report.tables import heading
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 460, 250, 52, 12, 10, 40
 _POINTS = 200  # approximate limit per line
 _DOTS = 12  # a line of at most this many points shows a dot for each
-_SMOOTHED = 20  # a curve of the overview averages 1/20 of its steps
+_SMOOTHED = 20  # a point of an overview curve averages 1/20 of all steps
 _PLANES = 3  # maximum number of charts of one reward against another
 
 Lines = Sequence[Mapping[str, Any]]
@@ -56,8 +56,8 @@ def overview(
 ) -> Iterator[dict[str, Any]]:
     """Yield the charts of one reward against another, and the chart of the sum of rewards over time.
 
-    `begins` has the wall-clock step at which each run starts, after the runs that it needs. `time` is the
-    title of the axis of wall-clock steps.
+    `begins` maps a run to the wall-clock step at which it starts, after the runs that it needs. `time` is
+    the title of the axis of wall-clock steps.
     """
     keys = [f"reward/{name}/mean" for name in rewards]
     curves = {run: rows for run, lines in metrics.items() if (rows := smoothed(lines, keys))}
@@ -69,7 +69,7 @@ def overview(
 
 
 def smoothed(lines: Lines, keys: Sequence[str]) -> list[tuple[float, ...]]:
-    """Return the step and the mean of each metric over the last 1/20 of the steps."""
+    """Return a row per step: its number, and each metric's mean over the latest 1/20 of all steps."""
     whole = (line for line in lines if all(_finite(line, key) for key in keys))
     rows = [(line["step"], *(line[key] for key in keys)) for line in whole]
     window = math.ceil(len(rows) / _SMOOTHED)

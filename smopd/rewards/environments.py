@@ -24,7 +24,7 @@ ENVIRONMENTS = {
 """Built-in names of `rollout.environment`."""
 THREADS = 64  # ours: answers of synchronous environments that run at once
 MOST_BYTES = 1 << 20  # ours: a longer answer is an error
-MOST_ERROR_CHARS = 2000  # ours: of the end of a traceback
+MOST_ERROR_CHARS = 2000  # ours: of a longer traceback, only the end is kept
 
 
 class Environment(Protocol):
@@ -52,7 +52,7 @@ class Answer(NamedTuple):
 
     messages: list[dict[str, Any]] | None = None
     failure: str = ""
-    """A kind of `Rollout.ended`."""
+    """How the environment failed, one of the kinds in `Rollout.ended`; empty if it did not."""
     error: str = ""
 
 

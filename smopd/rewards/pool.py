@@ -84,7 +84,7 @@ class RewardBatch:
 class Worker:
     """A user's function in its own process, started when needed and restarted after it has died.
 
-    arguments: what the host's class gets after the function's path.
+    arguments: passed to the host's class, after the function's path.
     """
 
     host = ""
@@ -104,7 +104,7 @@ class Worker:
     _replies: Connection = field(init=False)
 
     def start(self) -> None:
-        """Start the process and load the function, unless that is done; CallFailed if either fails."""
+        """Start the process and load the function, unless it is running; CallFailed if either fails."""
         if self._process is not None:
             # Between calls, the reply pipe is readable only if the worker closed it.
             if self._process.poll() is None and not self._replies.poll():
@@ -220,7 +220,7 @@ class RewardWorker(Worker):
             raise CallFailed(failed.kind, f"{self.name}: {self.function} {failed}") from None
 
     def score(self, request: bytes, responses: int) -> tuple[list[float], dict[str, int], str | None]:
-        """Score a pickled request, again if the call fails. Return values, failures by kind, last error.
+        """Score a pickled request, retrying once. Return values, failures by kind, last error.
 
         Raise RewardError only if the function can never score.
         """

@@ -4,10 +4,10 @@
 
 READ and WRITE are inherited pipe ends (multiprocessing.connection). BYTES limits the address space; 0: no
 limit. A message begins with a number of 8 bytes, which a reply repeats, so that late replies are recognized.
-Requests are pickled, because columns may hold dates, bytes or arrays. The first request has the arguments of
-the class HOSTS[HOST] after the path, each later request the arguments of its method `reply`. Replies are
-JSON, because the parent must not unpickle what a worker wrote: `{"values": [...]}` or `{"error": ...}`, with
-`"hopeless": true` if no call can succeed.
+Requests are pickled, because columns may hold dates, bytes or arrays. HOSTS[HOST] is a class. The first
+request has its arguments after the path, each later request has the arguments of its method `reply` after the
+loop. Replies are JSON, because the parent must not unpickle what a worker wrote: `{"values": [...]}` or
+`{"error": ...}`, with `"hopeless": true` if no call can succeed.
 
 The function runs in a child process. This process only waits, and kills everything the function started
 when the parent is gone. A thread could not do that: a function may never release the interpreter lock.
@@ -38,7 +38,7 @@ from smopd.rewards.environments import EnvironmentHost
 from smopd.rewards.forms import FACTORY, BadSignature, CompletionForm, RewardFunction
 
 NUMBER = struct.Struct("<Q")
-MAX_ERROR_CHARS = 4000  # of a traceback's end, ours
+MAX_ERROR_CHARS = 4000  # ours: of a longer traceback, only the end is kept
 SIGNAL_EXIT_CODE = 128  # plus the signal's number, as shells do
 PARENT_CHECK_MS = 1000  # ours
 

@@ -145,8 +145,8 @@ def require_models(settings: Settings, runs: list[PlannedRun], tokenizer: PreTra
 def require_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str, owner: str = "the student") -> None:
     """Raise ValueError if the model or adapter at `path` has another tokenizer than `tokenizer`.
 
-    `owner` names whose `tokenizer` is in the message. Either tokenizer may have extra tokens, because models
-    of one family differ in their special tokens.
+    The error message says that `tokenizer` belongs to `owner`. Either tokenizer may have extra tokens:
+    models of one family differ in their special tokens.
     """
     adapter = read_adapter(path)
     try:

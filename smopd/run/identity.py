@@ -22,7 +22,7 @@ from smopd.run.inputs import ROWS, Inputs
 
 WHOLE_BYTES = 64 << 20  # ours: larger files are compared by size, time and samples
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # ours
-HIDDEN_DIGITS = 4  # ours: of the digest of a redacted value
+HIDDEN_DIGITS = 4  # ours: how many digits of a redacted value's digest are kept
 MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt", ".tiktoken", ".jinja", ".py"}
 TEMPLATES = "additional_chat_templates"  # transformers' folder of named templates
 PACKAGES = ("site-packages", "dist-packages")
@@ -86,7 +86,7 @@ def named(settings: Settings) -> Iterator[tuple[str, str]]:
 
 
 def model_parts(folder: Path) -> dict[str, str]:
-    """Return digests of a model's files, or only its manifest's, which is verified when the model is used."""
+    """Return digests of a model's files, or only of its manifest: each use checks files against it."""
     if (manifest := folder / MANIFEST).is_file():
         return {MANIFEST: file_digest(manifest)}
     files = sorted(path for path in (*folder.glob("*"), *folder.glob(f"{TEMPLATES}/*")) if path.is_file())

@@ -46,7 +46,7 @@ class EnvironmentWorker(Worker):
     host = "environment"
 
     def ask(self, items: Mapping[int, Any], *, begin: bool = False) -> list[Answer]:
-        """Answer each conversation's message or, with `begin`, forget all and start one about each row."""
+        """Answer each message or, with `begin`, drop all conversations and begin one about each row."""
         if not items:
             return []
         try:
@@ -76,7 +76,7 @@ class Environments(AbstractContextManager["Environments"]):
             worker.end()
 
     def of(self, settings: Settings) -> EnvironmentWorker | None:
-        """Return the running worker of `rollout.environment`, or None; RewardError if it cannot start."""
+        """Return the environment's running worker, None if there is none; RewardError if it cannot start."""
         path, seconds = settings.rollout.environment, settings.rollout.environment_seconds
         if path is None:
             return None
@@ -220,7 +220,7 @@ class Conversations:
             transcript.drift |= drift
 
     def _between(self, transcript: Transcript, answers: Sequence[Message]) -> tuple[str, bool]:
-        """Return the template's text between a response and the next one, and whether there is drift."""
+        """Return the text between two responses, and whether the template prints earlier text differently."""
         content = transcript.prompt.content
         chat = ({"role": "user", "content": content},) if isinstance(content, str) else content
         if chat[-1]["role"] == "assistant":  # the first response begins with this message

@@ -77,7 +77,7 @@ def answers(
 
 
 def means(names: Sequence[str], items: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    """Return each reward's mean over scored responses, the means' sum, and shares unscored and truncated."""
+    """Return the values that `evaluate_held_out` documents, for one kind and without its prefix."""
     result: dict[str, float | None] = {}
     for name in names:
         scored = [item["rewards"][name] for item in items if item["rewards"][name] is not None]

@@ -47,7 +47,7 @@ class Rewarder:
     pool: RewardPool
     tokenizer: PreTrainedTokenizerBase
     scoring: Scoring
-    """Its limit of unscored responses applies to a window of training steps or, elsewhere, to each batch."""
+    """The limit on unscored responses is for a window of training steps or, outside training, for a batch."""
     window_steps: int = 1
 
     def __post_init__(self) -> None:

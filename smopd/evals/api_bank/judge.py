@@ -72,7 +72,7 @@ class JudgeSettings:
 
 
 class Verdict(NamedTuple):
-    """The judge's verdict and answer, or the reason of a failure."""
+    """The judge's verdict and answer, or the reason for a failure."""
 
     kind: Kind
     text: str

@@ -84,7 +84,7 @@ def _equal(call: ApiCall, true: ApiCall) -> bool:
 
 
 def load_items(data: Path) -> list[Item]:
-    """Load the items of a folder or of one level's file. A key is LEVEL-ROW, as in the paper's L1-8."""
+    """Load the items of a folder or of one level's file. A key is LEVEL-ROW, like L1-8 in the paper."""
     items = []
     for level, path in group_files(data, FILES, "API-Bank data").items():
         for index, row in enumerate(load_rows(str(path))):
