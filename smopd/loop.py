@@ -96,7 +96,7 @@ def optimise(run: Run) -> None:
             settings, run.prompts, run.rollouts, sampling_thread, progress.ahead, run.conversations
         )
         scoring = TeacherScoring(settings, run.teachers, run.reference, device, teachers_thread)
-        evaluate(run, progress.step)  # if the command ended during an evaluation
+        evaluate(run, progress.step)  # an earlier command may have ended during it
         for step in range(progress.step, settings.loop.steps):
             coef = opd_coef(settings.opd, step, settings.loop.steps) if run.teachers is not None else 0.0
             objective = Objective(settings, coef, device)

@@ -70,7 +70,7 @@ def without_controls(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Remove secrets and control characters except tab and newline, for a terminal."""
+    """Replace secrets, and control characters except tab and newline, for a terminal."""
     return without_controls(without_secrets(text))
 
 
@@ -80,7 +80,7 @@ def _of_environment() -> list[str]:
 
 
 def without_secrets(text: str, known: list[str] | None = None) -> str:
-    """Remove URL credentials, assigned secrets, common key forms, and `known` (None: the environment's)."""
+    """Redact URL credentials, assigned secrets, common key forms, and `known` (None: the environment's)."""
     for value in _of_environment() if known is None else known:
         text = text.replace(value, REDACTED)
     text, pieces, at = _USER.sub(r"\1", text), [], 0
@@ -96,7 +96,7 @@ def without_secrets(text: str, known: list[str] | None = None) -> str:
 
 
 def redacted(value: Any, name: str = "", known: list[str] | None = None) -> Any:
-    """Return the value without secrets: values of secret names, and whatever `without_secrets` removes."""
+    """Redact secrets in a nested value: values of secret names, and whatever `without_secrets` redacts."""
     secret, known = _SECRET_NAME.fullmatch(name), _of_environment() if known is None else known
     if isinstance(value, dict):
         return {key: redacted(inner, name if secret else str(key), known) for key, inner in value.items()}

@@ -118,7 +118,7 @@ def duration(seconds: float) -> str:
 
 
 def facts(settings: Settings, folder: Path, seconds: float) -> dict[str, str]:
-    """Return when, where and how the newest command ran, from commands.jsonl."""
+    """Return seed, training time, and when, where and how the newest command ran (from commands.jsonl)."""
     file = folder / "commands.jsonl"
     found = {"Seed": str(settings.seed), "Training time": duration(seconds)}
     if not file.exists():

@@ -52,7 +52,7 @@ class Answer(NamedTuple):
 
     messages: list[dict[str, Any]] | None = None
     failure: str = ""
-    """How the environment failed, one of the kinds in `Rollout.ended`; empty if it did not."""
+    """How the environment failed: one of FAILED in engine/types.py; empty if it did not."""
     error: str = ""
 
 

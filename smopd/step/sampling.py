@@ -54,10 +54,10 @@ class Sampler:
         return all_or_raise(lambda: self._take(step))
 
     def again(self, step: int, attempt: int, batch: Batch, flat: Sequence[int]) -> Batch:
-        """Return the batch with prompts of a later epoch in place of this rank's groups `flat`.
+        """Return the batch with other prompts in place of this rank's groups `flat` (see ATTEMPT_STEPS).
 
-        A collective call; see `take`. `attempt` counts from 1. The prompts depend only on `step`, `attempt`
-        and the places of the groups in the step.
+        A collective call; see `take`. `attempt` counts from 1. The new prompts depend only on `step`,
+        `attempt` and the places of the groups in the step.
         """
 
         def replace() -> Batch:
