@@ -70,7 +70,7 @@ def without_controls(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Replace secrets, and control characters except tab and newline, for a terminal."""
+    """Make text safe for a terminal: replace secrets, and control characters except tab and newline."""
     return without_controls(without_secrets(text))
 
 

@@ -1,7 +1,8 @@
 """The kappa most likely tokens of each row of logits, or of a linear head without holding all logits.
 
-For a head, the C++ backend multiplies many rows with one piece of the vocabulary at a time, so that logits
-stay in the cache. Other backends, and rows with NaN or too few logits above -inf, use chunks of whole rows.
+For a head, the C++ backend multiplies many hidden states by one slice of the weight at a time, so that their
+logits stay in the cache. Other backends use chunks of whole rows, and so do rows with NaN or too few logits
+above -inf.
 
 Shapes: N packed response tokens, D hidden, V vocabulary, P a piece of it, S support entries (kappa).
 """

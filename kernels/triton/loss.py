@@ -120,7 +120,7 @@ def _splits(logits_NV: Tensor, slots: int, *, tail: bool, two: bool) -> bool:
 
 
 def _columns(tokens: LossTokens, settings: LossSettings) -> tuple[int, list[Tensor | None]]:
-    """Return `there`, with a bit for each given column and one for PPO, and the columns.
+    """Return `there`, the bit mask of terms.py, and the columns in the order of COLUMNS.
 
     An absent column is replaced by adv_N to avoid another compiled variant; an absent reverse_adv stays None.
     """

@@ -66,7 +66,7 @@ def zero_row(row_ptr, V: tl.constexpr, BLOCK: tl.constexpr):
 def widen(x, DTYPE: tl.constexpr, HELD: tl.constexpr, NATIVE: tl.constexpr):
     """Convert x, of DTYPE or packed (load_whole), to fp32; bf16 takes one instruction per element.
 
-    HELD: hide the value from the compiler, which would otherwise keep the earlier fp32 copies and spill.
+    HELD: x was widened before. Hide this from the compiler, which would keep that fp32 copy and spill.
     """
     if x.dtype == tl.int32:
         if NATIVE and HELD:

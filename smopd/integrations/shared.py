@@ -29,7 +29,10 @@ def require_host(package: str, first: str, before: str) -> str:
 def require_same_tokens(
     own: Mapping[str, int], other: Mapping[str, int], teacher: str, *, more: bool = False
 ) -> None:
-    """Raise ValueError if a token's ids differ. `more`: the teacher may have further, higher ids."""
+    """Raise ValueError unless student (`own`) and teacher (`other`) give each token the same id.
+
+    more: the teacher may have further, higher ids.
+    """
     first = 1 + max(own.values()) if more else math.inf
     compared = own.keys() | {token for token, i in other.items() if i < first}
     differing = sorted(token for token in compared if other.get(token) != own.get(token))

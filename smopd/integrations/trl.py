@@ -179,9 +179,10 @@ class SeveralTeachers:
     ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, float]]:
         """Yield (N, D) hidden states, the head's weight (V, D) and bias (V,), and the scale of the logits.
 
-        Weights are gathered from ZeRO-3 or FSDP2. Temperature T on scaled logits equals temperature T / scale
-        on the head's output. The dtype is bf16 under autocast to bf16, as in TRL. Autocast to fp16 leaves the
-        head in fp32, since the fused loss computes unscaled gradients in its forward pass.
+        Weight and bias are gathered from ZeRO-3 or FSDP2. Temperature T on scaled logits is equivalent to
+        temperature T / scale on the head's output. The dtype is bf16 under autocast to bf16, as in TRL. Under
+        autocast to fp16 the head stays in fp32, since the fused loss computes unscaled gradients in its
+        forward pass.
         """
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         with self.accelerator.autocast():
