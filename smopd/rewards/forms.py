@@ -28,7 +28,7 @@ CompletionForm: TypeAlias = Literal["text", "messages"]
 SINGLE = ("solution_str", "completion")
 RESPONSES = ("completions", IDS_COLUMN, *SINGLE)
 FACTORY = (
-    f"a factory must not be `async def`, nor take **kwargs or any of {', '.join(RESPONSES)}; "
+    f"it is a factory, which must not be `async def`, nor take **kwargs or any of {', '.join(RESPONSES)}; "
     "or call it in a module, `reward = ...`, and name that `reward`"
 )
 

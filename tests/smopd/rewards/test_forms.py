@@ -140,7 +140,7 @@ def test_verl_scores_one_response_at_a_time():
         (positional, {}, "positional.only"),
         (get_overlong, {}, "takes none of completions, .*, and is not a factory .* argument: 'limit'"),
         (get_overlong, {"limit": 3, "cash": 1}, "unexpected keyword argument 'cash'"),
-        (get_async, {}, r"get_async\(limit=3\) .* and is not a reward: a factory must not be `asy"),
+        (get_async, {}, r"get_async\(limit=3\) .* and is not a reward: it is a factory, which must not be"),
         (max, {}, "builtins:max has no signature, expected a function written in Python"),
         (get_number, {}, "get_number.*, and is not a factory of a function that does: it returned int"),
         (get_number, {"value": get_number}, r"nor does the function that it returned: \(value=1\)"),
