@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub.constants
 import pytest
@@ -15,6 +16,7 @@ from smopd.engine.models.loading import (
     describe,
     load_model,
     load_tokenizer,
+    logit_factor,
     require_usable,
     stored_dtype,
 )
@@ -50,6 +52,11 @@ def test_a_saved_model_comes_back_and_keeps_its_weights_when_its_file_is_written
 def test_the_stored_dtype_is_the_files(dtype: torch.dtype, tmp_path: Path) -> None:
     tiny_model().to(dtype).save_pretrained(tmp_path)
     assert stored_dtype(tmp_path) == dtype
+
+
+def test_one_family_multiplies_logits_by_what_others_divide_them_by() -> None:
+    for kind, factor in (("granite", 0.25), ("hyperclovax", 4.0)):
+        assert logit_factor(SimpleNamespace(model_type=kind, logits_scaling=4.0)) == factor
 
 
 LOADS = [lambda path: load_model(path, torch.float32), load_tokenizer, stored_dtype]

@@ -14,9 +14,9 @@ from smopd.engine.models.paths import choose, native_attention, single_logps
 from smopd.engine.settings import Packing
 from smopd.engine.student.student import Student
 from smopd.engine.types import Sampling
-from tests.engine.models.families import family
+from tests.engine.models.families import DYNAMIC, family
 from tests.engine.student.training import NLL, TOKENS, loss_tokens, settings_of
-from tests.engine.tiny import END, VOCABULARY, ragged_rollouts, tiny_model
+from tests.engine.tiny import END, VOCABULARY, model_of, ragged_rollouts, tiny_model
 
 ROLLOUTS = ragged_rollouts(0, groups=4, longest=100)
 """Longer than windows, chunks and RoPE boundaries; some units are long enough for pieces on a CPU."""
@@ -95,6 +95,7 @@ def test_sampling_needs_no_cache(monkeypatch):
 
 def test_teachers_score_together_though_one_cannot_be_packed():
     models = [tiny_model(1), family("lfm2"), family("phi3, long RoPE"), family("gemma2")]
+    models.append(model_of("llama", rope_parameters=DYNAMIC, max_position_embeddings=64))
     expected = []
     for model in models:
         with native_attention(model), torch.no_grad():
@@ -103,6 +104,8 @@ def test_teachers_score_together_though_one_cannot_be_packed():
     assert (teachers.layout.attends, teachers.layout.alone_above) == ("plain", 32)
     found = teachers.score(ROLLOUTS, 4, 1.0)
     torch.testing.assert_close(found.token_logps_NM, torch.stack(expected, 1), rtol=1e-4, atol=1e-4)
+    colder = teachers.score(ROLLOUTS, 4, 0.5).logps_NMS.diff()
+    torch.testing.assert_close(colder, 2 * found.logps_NMS.diff(), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.slow

@@ -136,8 +136,8 @@ def test_a_server_has_a_row_for_each_token_of_the_student(paths, urls, serve):
 class Scripted:
     """The endpoints that a client checks: `tokens` are of any text, `most` is the largest kappa."""
 
-    def __init__(self, loopback, tokens=PROBE.token_ids, most=20, weights="w"):
-        self.tokens, self.most, self.weights = tokens, most, weights
+    def __init__(self, loopback, tokens=PROBE.token_ids, most=20, weights="w", rows=VOCABULARY):
+        self.tokens, self.most, self.weights, self.rows = tokens, most, weights, rows
         self.replaced = None  # status and body of another program on this port
         server = loopback(self.answer)
         self.url, self.calls, self.stop = server.url, server.calls, server.stop
@@ -146,7 +146,7 @@ class Scripted:
         if self.replaced is not None and path != "/health":
             return self.replaced
         if path == "/describe":
-            return 200, {"vocabulary": VOCABULARY, "rows": VOCABULARY, "weights": self.weights}
+            return 200, {"vocabulary": VOCABULARY, "rows": self.rows, "weights": self.weights}
         if path == "/tokenize":
             return 200, {"tokens": list(self.tokens)}
         if path == "/health":
@@ -162,6 +162,8 @@ def test_a_server_that_does_not_fit_is_refused(urls, loopback):
     fits, few, none, ours = Scripted(loopback), Scripted(loopback, most=3), Scripted(loopback), urls[0]
     none.replaced = (404, {})
     assert len(remote(f"{fits.url},{Scripted(loopback).url}").teachers[0].alive) == 2
+    smaller = Scripted(loopback, rows=VOCABULARY - 1)
+    assert remote(smaller.url, fits.url).shared == VOCABULARY - 1, "ids that all teachers have"
     other = Scripted(loopback, OTHER)
     for asked, vocabulary, message in (
         ([fits.url, other.url], VOCABULARY, r"models\.0: http.* has another tokenizer than the stud"),

@@ -39,10 +39,10 @@ LORA = {"lora": Lora(rank=4, alpha=8.0)}
 def resumes_bit_for_bit(make: Make, folder: Path, **options) -> None:
     straight, checkpoints = make(**options), Checkpoints(folder, keep=1)
     advance(straight, range(2))
-    checkpoints.save(2, straight)
+    checkpoints.save(2, straight, distributed.rank())
     advance(straight, range(2, 4))
     resumed = make(**options, **({} if "lora" in options else {"seed": 9}))
-    assert checkpoints.restore(resumed)[0] == 2
+    assert checkpoints.restore(resumed) == (2, distributed.rank())
     advance(resumed, range(2, 4))
     assert equal(parameters(resumed), parameters(straight)) and resumed.updates == 4
 

@@ -53,13 +53,14 @@ def test_resuming_is_bit_exact(tmp_path, device, at):
     untouched, straight = make_student(device, **options), make_student(device, **options)
     checkpoints = Checkpoints(tmp_path, keep=2)
     advance(straight, range(at))
+    straight.skipped = 2
     checkpoints.save(at + 1, straight, {"own": at})
     rng = torch.get_rng_state()
     advance(straight, range(at, at + 2))
     resumed = make_student(device, seed=9, **options)
     torch.manual_seed(77)
     assert checkpoints.restore(resumed) == (at + 1, {"own": at})
-    assert torch.get_rng_state().equal(rng) and resumed.updates == at
+    assert torch.get_rng_state().equal(rng) and (resumed.updates, resumed.skipped) == (at, 2)
     advance(resumed, range(at, at + 2))
     assert equal(parameters(resumed), parameters(straight))
     advance(untouched, range(at + 2))
