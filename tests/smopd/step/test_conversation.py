@@ -113,6 +113,13 @@ def test_endings(answers, options, finished, ended, tokens):
     assert len(found.messages) == (3 if ended == "turns" else 1)
 
 
+def test_a_long_response_hides_no_environment_that_could_not_begin():
+    environment = Scripted()
+    environment.ask = lambda items, *, begin=False: [Answer(failure="exception")] * len(items)
+    found, _ = talk(Speaks(A, finished=False), environment)
+    assert (found.ended, found.finished) == ("exception", False)
+
+
 FORGETS = WORLD_CHAT_TEMPLATE.replace("message['content'] }}", "message['content'].split('</think>')[-1] }}")
 
 

@@ -11,12 +11,12 @@ from smopd.config.cli import read_settings
 from smopd.config.settings import Reward, Scoring
 from smopd.data.prompts import Prompt
 from smopd.engine import distributed
-from smopd.engine.types import Rollout
+from smopd.engine.types import Rollout, Sampling
 from smopd.rewards.pool import FAILURE_KINDS, RewardBatch, RewardError, RewardPool
 from smopd.run.preflight import try_rewards
 from smopd.step import held_out
 from smopd.step.held_out import means
-from smopd.step.rewards import Rewarder
+from smopd.step.rewards import Rewarder, replaced
 from tests.smopd.recipes import TINY
 from tests.smopd.rewards.tiny_preference import byte_tokenizer
 from tests.smopd.run.invariance_worker import settings_of
@@ -85,6 +85,21 @@ def test_what_another_rank_left_unscored_counts(monkeypatch):
     monkeypatch.setattr(distributed, "gather_objects", lambda own: [own, scored(4)])
     with pytest.raises(RewardError, match="left 5 of 8 responses"):
         rewarder(lambda *_: scored(1)).score(PROMPTS, [ROLLOUT] * 4, 0)
+
+
+def test_a_ranks_draws_are_those_of_its_own_prompts(monkeypatch):
+    asked = []
+    monkeypatch.setattr(distributed, "rank", lambda: 1)
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    monkeypatch.setattr(held_out, "all_or_raise", lambda act: act())
+    monkeypatch.setattr(held_out, "sample", lambda *given: asked.extend(given[3]) or [ROLLOUT] * 2)
+    monkeypatch.setattr(distributed, "gather_objects", lambda own: [own])
+    held_out.answers(PROMPTS, None, SimpleNamespace(score=lambda *_: scored(0)), Sampling())
+    assert asked == [1, 3]
+
+
+def test_the_failures_of_replaced_responses_stay_counted():
+    assert replaced(scored(2), range(4), scored(1)).failures["tone"]["exception"] == 3
 
 
 def test_tags_that_are_special_tokens_or_prefilled_are_scored(capsys):

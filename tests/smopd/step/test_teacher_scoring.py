@@ -1,4 +1,4 @@
-"""Teachers on another device score in parallel with the rewards, and sampling ahead with the whole step."""
+"""Frozen models: what overlaps with their scoring, the reference's temperature and each step's padding."""
 
 import threading
 import time
@@ -12,6 +12,7 @@ from smopd.engine import distributed
 from smopd.engine.local.teachers import LocalTeachers
 from smopd.engine.settings import Packing, TrainSettings
 from smopd.engine.student.student import Student
+from tests.engine.local.teacher_truth import widened
 from tests.engine.tiny import VOCABULARY, tiny_model
 from tests.patience import HANG_SECONDS
 from tests.smopd.recipes import metric_lines
@@ -69,3 +70,15 @@ def test_a_step_is_shorter_than_its_phases_where_they_overlap(elsewhere: bool, t
         scored, waited = line["seconds_overlapped/teachers"], line["seconds/teachers"]
         assert min(line["seconds/rewards"], scored) >= SLOW_SECONDS
         assert (waited < scored) is elsewhere
+
+
+def test_the_reference_is_at_the_rollouts_temperature_and_a_step_counts_its_own_padding(tmp_path):
+    teachers = LocalTeachers([widened(tiny_model(seed), 70) for seed in (1, 2)], PACKING, VOCABULARY)
+    own = {"teachers": teachers, "reference": LocalTeachers([tiny_model()], PACKING, VOCABULARY)}
+    settings = settings_of("student", opd={"temperature": 1.3}, kl_ref={"coef": 0.1})
+    with distributed.process_group() as device:
+        options = TrainSettings(learning_rate=1e-2, compute_dtype="float32", **dict(PACKING))
+        run_loop(tmp_path, settings, Student(tiny_model(), options, device), **own)
+    lines = metric_lines(tmp_path)
+    assert abs(lines[0]["kl_ref"]) < 1e-5, "the policy begins as its own reference"
+    assert sum(line["teachers/padding_entries"] for line in lines) == teachers.dropped > 0
