@@ -72,7 +72,6 @@ def test_schedules_of_lambda():
     ],
 )
 def test_denominators(aggregation, expected):
-    """A response without tokens counts for nothing."""
     weight_N = token_weights(Loss(aggregation=aggregation), torch.tensor([3, 0, 1, 2]))
     assert weight_N.tolist() == pytest.approx([*[expected[0]] * 3, expected[1], *[expected[2]] * 2])
     empty = token_weights(Loss(aggregation=aggregation), torch.zeros(0, dtype=torch.int64))

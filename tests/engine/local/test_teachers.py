@@ -14,6 +14,7 @@ from smopd.engine.local.teachers import LocalTeachers, load_teachers
 from smopd.engine.models.loading import UnusableModel
 from smopd.engine.settings import Packing
 from smopd.engine.weights.adapters import read_adapter
+from smopd.engine.weights.architecture import weights_digest
 from tests.engine.local.teacher_truth import ROLLOUTS, by_peft, check, save_adapters, whole_logprobs, widened
 from tests.engine.tiny import VOCABULARY, tiny_model
 
@@ -108,7 +109,9 @@ def test_adapters_share_their_base_which_is_scored_without_them(tmp_path: Path, 
 )
 def test_adapters_that_cannot_be_served(changes: dict, message: str, tmp_path: Path) -> None:
     (adapter,) = save_adapters(tmp_path, tiny_model(4), 1)
+    before = weights_digest(adapter)
     _change(adapter, **changes)
+    assert weights_digest(adapter) != before
     with pytest.raises((UnusableModel, FileNotFoundError), match=message):
         load_teachers([adapter], PACKING, VOCABULARY, torch.float32)
 

@@ -5,7 +5,6 @@ test_packing.py compares the mask with single sequences, test_paths.py whole mod
 
 import math
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,9 +150,3 @@ def test_the_variable_length_kernels_agree_with_sdpa_on_this_gpu():
     for mine, exact in zip(results(attention.by_kernel, *tensors, batch.pieces, None), expected, strict=True):
         assert (mine - exact).abs().max() < 3e-2 * exact.abs().max()  # a few roundings of bfloat16
     assert choose(tiny_model().cuda(), "auto", torch.bfloat16).attends == "pieces"
-
-
-def test_a_boundary_may_be_that_of_one_kind_of_layer() -> None:
-    ropes = {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {"rope_type": "default"}}
-    config = SimpleNamespace(rope_parameters=ropes, max_position_embeddings=32)
-    assert attention.rope_boundary(config) == 32

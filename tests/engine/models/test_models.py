@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from smopd.engine.errors import UnusableModel
+from smopd.engine.models.attention import rope_boundary
 from smopd.engine.models.loading import (
     allow_custom_code,
     describe,
@@ -54,9 +55,11 @@ def test_the_stored_dtype_is_the_files(dtype: torch.dtype, tmp_path: Path) -> No
     assert stored_dtype(tmp_path) == dtype
 
 
-def test_one_family_multiplies_logits_by_what_others_divide_them_by() -> None:
+def test_what_a_config_says_of_logits_and_of_rope_in_kinds_of_layers() -> None:
     for kind, factor in (("granite", 0.25), ("hyperclovax", 4.0)):
         assert logit_factor(SimpleNamespace(model_type=kind, logits_scaling=4.0)) == factor
+    ropes = {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {"rope_type": "default"}}
+    assert rope_boundary(SimpleNamespace(rope_parameters=ropes, max_position_embeddings=32)) == 32
 
 
 LOADS = [lambda path: load_model(path, torch.float32), load_tokenizer, stored_dtype]

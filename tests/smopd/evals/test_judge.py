@@ -122,6 +122,8 @@ def test_a_dead_endpoint_is_given_up(endpoint, tmp_path):
     judge, found = ask(tmp_path, questions=40, retries=0)
     assert {each.kind for each in found} == {"failed"} and found[0].text.startswith("APIConnectionError")
     assert judge.asked == judging.GIVE_UP_AFTER and found[-1].text == "skipped after 32 consecutive failures"
+    endpoint(*[None] * 20, completion(YES), None)
+    assert ask(tmp_path / "more", questions=41, retries=0)[0].asked == 41, "not in a row"
 
 
 def test_what_is_sent(endpoint, tmp_path, monkeypatch):
@@ -175,7 +177,7 @@ def evaluate_with(tmp_path, *arguments):
 
 def test_the_command_judges_failures_only(endpoint, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "s3cret")
-    served = endpoint(completion(YES), completion(NO), (500, "down"), completion(YES))
+    served = endpoint(completion(YES), completion(NO), (500, "down"), completion("Hm."))
     options = ["--judge.url", URL, "--judge.key-variable", "JUDGE_KEY", "--judge.concurrency", "1"]
     options += ["--judge.retries", "0", "--compare"]
     result, rows = evaluate_with(tmp_path, *options)
@@ -191,5 +193,6 @@ def test_the_command_judges_failures_only(endpoint, tmp_path, capsys, monkeypatc
     assert "s3cret" not in (tmp_path / "o/api_bank.json").read_text()
     shown = capsys.readouterr().out
     assert "1 failures have no verdict and count as not rescued" in shown and "Judge Avg (%)" in shown
-    result, _ = evaluate_with(tmp_path, *options)
+    result, rows = evaluate_with(tmp_path, *options)
+    assert rows[3]["verdict"] == "other_format" and not rows[3]["correct"]
     assert (result["judge_failed"], result["judge"]["asked"], result["judge"]["cached"]) == (0, 1, 2)

@@ -168,6 +168,13 @@ def test_the_gradient_norm_is_that_before_clipping(device, tmp_path):
     assert found["updates/skipped"] == 0
 
 
+def test_terms_are_means_over_updates_and_the_mismatch_is_of_the_first(device, tmp_path):
+    updates = train(tmp_path, device, changes={"loss": {"old_logps": "rollout"}})
+    found, means = metric_lines(tmp_path)[0], (updates[0]["terms"] + updates[1]["terms"]) / 2
+    terms = [found[f"loss/{term}"] for term in ("pg", "kl", "entropy", "reverse")]
+    assert terms == pytest.approx(means.tolist()) and 0 < found["rollout_mismatch"] < 9
+
+
 def test_a_resumed_run_repeats_no_alarm(tmp_path):
     line = {"step": 1, "grad_norm": 1.0, "rollout_mismatch": 1.0}
     with Recorder(tmp_path, "run", settings_of(), Numbers()) as recorder:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from smopd.config.schedule import count_steps
 from smopd.report.page import Report, write_report
+from smopd.report.summary import training_seconds
 from smopd.report.tables import Row, table
 
 EVIL = '<script>alert("x")</script>[red]&|'
@@ -92,6 +93,7 @@ def test_a_run_is_drawn_after_the_runs_that_it_needs(tmp_path: Path) -> None:
     steps = count_steps({"a": 4, "b": 6, "m": 3, "g": 9}, needs)
     assert steps["m"] == (3, 13, 9) and steps["g"] == (9, 9, 9)
     assert count_steps({"a": 4, "m": 3, "n": 2}, {"a": set(), "m": {"a"}, "n": {"m"}})["n"] == (2, 9, 9)
+    assert training_seconds([{"seconds/update": 2.0, "seconds_overlapped/teachers": 1.0}]) == 2.0
     idle = {"opd_coef": 0.0, "seconds/teachers": 1e-4}
     metrics = {
         run: [

@@ -81,7 +81,8 @@ def test_a_bad_step_is_counted_over_a_window(failures, ends_after):
         alone.score(PROMPTS, [ROLLOUT] * 4)  # an evaluation
 
 
-def test_what_another_rank_left_unscored_counts(monkeypatch):
+def test_what_another_rank_or_a_replaced_response_left_unscored_counts(monkeypatch):
+    assert replaced(scored(2), range(4), scored(1)).failures["tone"]["exception"] == 3
     monkeypatch.setattr(distributed, "gather_objects", lambda own: [own, scored(4)])
     with pytest.raises(RewardError, match="left 5 of 8 responses"):
         rewarder(lambda *_: scored(1)).score(PROMPTS, [ROLLOUT] * 4, 0)
@@ -90,16 +91,9 @@ def test_what_another_rank_left_unscored_counts(monkeypatch):
 def test_a_ranks_draws_are_those_of_its_own_prompts(monkeypatch):
     asked = []
     monkeypatch.setattr(distributed, "rank", lambda: 1)
-    monkeypatch.setattr(distributed, "world_size", lambda: 2)
-    monkeypatch.setattr(held_out, "all_or_raise", lambda act: act())
-    monkeypatch.setattr(held_out, "sample", lambda *given: asked.extend(given[3]) or [ROLLOUT] * 2)
-    monkeypatch.setattr(distributed, "gather_objects", lambda own: [own])
+    monkeypatch.setattr(held_out, "sample", lambda *given: asked.extend(given[3]) or [ROLLOUT] * 3)
     held_out.answers(PROMPTS, None, SimpleNamespace(score=lambda *_: scored(0)), Sampling())
-    assert asked == [1, 3]
-
-
-def test_the_failures_of_replaced_responses_stay_counted():
-    assert replaced(scored(2), range(4), scored(1)).failures["tone"]["exception"] == 3
+    assert asked == [1, 2, 3]
 
 
 def test_tags_that_are_special_tokens_or_prefilled_are_scored(capsys):

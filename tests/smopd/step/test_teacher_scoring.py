@@ -77,7 +77,7 @@ def test_the_reference_is_at_the_rollouts_temperature_and_a_step_counts_its_own_
     own = {"teachers": teachers, "reference": LocalTeachers([tiny_model()], PACKING, VOCABULARY)}
     settings = settings_of("student", opd={"temperature": 1.3}, kl_ref={"coef": 0.1})
     with distributed.process_group() as device:
-        options = TrainSettings(learning_rate=1e-2, compute_dtype="float32", **dict(PACKING))
+        options = TrainSettings(learning_rate=1e-2, compute_dtype="float32")
         run_loop(tmp_path, settings, Student(tiny_model(), options, device), **own)
     lines = metric_lines(tmp_path)
     assert abs(lines[0]["kl_ref"]) < 1e-5, "the policy begins as its own reference"
