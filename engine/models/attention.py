@@ -98,11 +98,16 @@ def rope_boundary(config: Any) -> int | None:
 
 def reset_rope(model: PreTrainedModel) -> None:
     """Make dynamic rotary embeddings forget the longest length so far, which transformers stores."""
-    if rope_boundary(model.config.get_text_config()) is not None:
-        for module in model.modules():
-            if getattr(module, "rope_type", None) == "dynamic":
-                module.max_seq_len_cached = module.original_max_seq_len
-                module.register_buffer("inv_freq", module.original_inv_freq, persistent=False)
+    if rope_boundary(model.config.get_text_config()) is None:
+        return
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)  # a dict by layer type in Gemma 3
+        if not isinstance(kinds, dict):
+            kinds = {"": kinds}
+        for prefix in (f"{name}_" if name else "" for name, kind in kinds.items() if kind == "dynamic"):
+            setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
+            original = getattr(module, f"{prefix}original_inv_freq")
+            module.register_buffer(f"{prefix}inv_freq", original, persistent=False)
 
 
 def decoder_inputs(model: PreTrainedModel, batch: TokenBatch) -> dict[str, Any]:

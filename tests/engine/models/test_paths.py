@@ -14,7 +14,7 @@ from smopd.engine.models.paths import choose, native_attention, single_logps
 from smopd.engine.settings import Packing
 from smopd.engine.student.student import Student
 from smopd.engine.types import Sampling
-from tests.engine.models.families import DYNAMIC, family
+from tests.engine.models.families import DYNAMIC, WINDOW, family
 from tests.engine.student.training import NLL, TOKENS, loss_tokens, settings_of
 from tests.engine.tiny import END, VOCABULARY, model_of, ragged_rollouts, tiny_model
 
@@ -106,6 +106,20 @@ def test_teachers_score_together_though_one_cannot_be_packed():
     torch.testing.assert_close(found.token_logps_NM, torch.stack(expected, 1), rtol=1e-4, atol=1e-4)
     colder = teachers.score(ROLLOUTS, 4, 0.5).logps_NMS.diff()
     torch.testing.assert_close(colder, 2 * found.logps_NMS.diff(), rtol=1e-3, atol=1e-3)
+
+
+BY_LAYER = {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+
+
+@pytest.mark.parametrize(("kind", "options"), [("llama", {}), ("gemma3_text", WINDOW)])
+def test_a_dynamic_rope_forgets_longer_sequences(kind, options):
+    ropes = BY_LAYER if options else DYNAMIC
+    model = model_of(kind, rope_parameters=ropes, max_position_embeddings=32, **options).eval()
+    *_, long = ordered = sorted(ROLLOUTS, key=lambda each: len(each.prompt_ids) + len(each.response_ids))
+    short = next(each for each in ordered if len(each.prompt_ids) + len(each.response_ids) > 36)
+    with native_attention(model), torch.no_grad():
+        first_N, _, again_N = (single_logps(model, [each]) for each in (short, long, short))
+    assert first_N.equal(again_N)
 
 
 @pytest.mark.slow
