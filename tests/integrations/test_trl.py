@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ pytest.importorskip("trl", reason="needs trl (the trl extra)")
 from transformers import AutoModelForCausalLM
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
 
-from smopd.integrations.trl import SMOPDDistillationTrainer, SMOPDGRPOTrainer, completions_of
+from smopd.integrations.trl import SMOPDDistillationTrainer, SMOPDGRPOTrainer, advantages_of, completions_of
 from smopd.ops import LossSettings, LossTokens, gd2po_advantages, gdpo_advantages, smopd_loss, topk_logprobs
 from smopd.worlds.models import world_tokenizer
 from smopd.worlds.toy_world import vocabulary
@@ -327,3 +328,19 @@ def test_models_that_the_loss_cannot_read_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             grpo(tmp_path, [teacher(1)], with_config(**entries))
+
+
+def test_advantages_have_the_groups_of_an_evaluation_and_the_lengths_of_the_policy() -> None:
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(training=False),
+        num_generations=4,
+        num_generations_eval=2,
+        args=SimpleNamespace(whiten="tokens", advantage_estimator="gdpo"),
+        reward_weights=torch.ones(1),
+        accelerator=SimpleNamespace(gather=lambda lengths_B: lengths_B),
+    )
+    rewards_RK, masks = torch.tensor([[0.0], [1.0], [2.0], [5.0]]), torch.ones(2, 4, 3)
+    masks[1, 0, :2] = masks[1, 3, 0] = 0.0
+    found = advantages_of(trainer, {"completion_mask": masks[0], "tool_mask": masks[1]}, rewards_RK)
+    lengths_R, group_R = torch.tensor([1.0, 3.0, 3.0, 2.0]), torch.tensor([0, 0, 1, 1])
+    assert found.equal(gdpo_advantages(rewards_RK, group_R, lengths_R=lengths_R, whiten="tokens"))

@@ -148,6 +148,11 @@ def test_sampled_responses_are_cut_as_saved_ones_are(data, model, tmp_path, monk
     assert kept[0]["response"] == "<think>"
     turned = write_lines(tmp_path / "turned.jsonl", kept[::-1])
     assert evaluated("rlla", tmp_path / "again", "--data", data, "--responses", turned)[1] == kept
+    opened = shutil.copytree(model, tmp_path / "opened")
+    with (opened / "chat_template.jinja").open("a") as template:
+        template.write("{% if add_generation_prompt %}<think>{% endif %}")
+    _, kept = evaluated("rlla", tmp_path / "opens", "--data", data, "--model", opened, *words[4:])
+    assert kept[0]["response"].count("<think>") == 2
 
 
 def test_a_model_is_sampled_with_a_seed_and_long_prompts_are_cut(data, model, tmp_path, capsys, monkeypatch):

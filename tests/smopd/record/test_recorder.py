@@ -2,6 +2,8 @@
 
 import math
 from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -181,6 +183,16 @@ def test_a_resumed_run_repeats_no_alarm(tmp_path):
         recorder.metrics.write(line)
         recorder.begin(1)
         assert recorder._watch.see(line) == []
+
+
+def test_the_token_view_has_the_temperature_of_the_kl(tmp_path):
+    result: Any = SimpleNamespace(batch=SimpleNamespace(rollouts=[]), signals=SimpleNamespace(target=None))
+    asked: list[float] = []
+    student: Any = SimpleNamespace(topk=lambda rollouts, shown, temperature: asked.append(temperature))
+    recorder = Recorder(tmp_path, "run", settings_of("student", opd={"temperature": 2.0}), Numbers())
+    recorder.writes = False
+    recorder.view_tokens(result, student)
+    assert asked == [2.0]
 
 
 @pytest.mark.gpu
