@@ -30,6 +30,9 @@ def import_function(path: str) -> Any:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ValueError(f"{path!r}: {error}") from error
+    except Exception:
+        with user_code(path):
+            raise
     for name in names.split("."):
         if not callable(getattr(found, name, None)):
             close = difflib.get_close_matches(name, {*dir(found)} - {name}, 1, 0.6)

@@ -87,13 +87,14 @@ class RemotePreferenceModel:
         for url in urls:
             try:
                 name, length = self._servers.ask(url, Request("/v1/models"), _name_and_length)
-                self._names[url], self.max_tokens = name, min(self.max_tokens, length)
+                self._names[url] = name
                 probe = self._request(url, PROBE)
                 found = self._servers.ask(url, probe, lambda answer: _scores("", PROBE, answer))
                 self._probed = self._probed or found
                 pairs = zip(found, self._probed, strict=True)
                 if any(abs(a - b) > SAME_SCORE * (1 + abs(b)) for a, b in pairs):
                     raise ServerUnavailable(f"scores a probe {found}, the first server {self._probed}")
+                self.max_tokens = min(self.max_tokens, length)
             except ServerUnavailable as error:
                 self._names.pop(url, None)
                 self._servers.remove(url, str(error))

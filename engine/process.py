@@ -94,10 +94,10 @@ def runs(process: int) -> bool:
 def _state_and_parent(process: int) -> tuple[str, int]:
     """Return state and parent from /proc/PID/stat; ("X", 0) if there is no such process."""
     try:
-        state, parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
+        state, parent = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[:2]
     except OSError:
         return "X", 0
-    return state, int(parent)
+    return state.decode(), int(parent)
 
 
 @contextmanager

@@ -129,7 +129,7 @@ class Vllm(Section):
         share = value.get("gpu_memory_utilization")
         if share is not None and not (isinstance(share, float) and 0 < share < 1):
             raise ValueError(f"gpu_memory_utilization: got {share!r}, expected a number between 0 and 1")
-        return value
+        return {name: each for name, each in value.items() if each is not None}
 
     @property
     def dtype(self) -> str:

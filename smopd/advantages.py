@@ -127,6 +127,10 @@ def dvao(rewards_RK: Tensor, group_R: Tensor, *, weights_K: Tensor, **other: Any
     """
     groups, index_R = group_R.unique(return_inverse=True)
     scored_RK = ~rewards_RK.isnan()
+    least_GK = rewards_RK.new_full((len(groups), len(weights_K)), torch.inf)
+    at_RK = index_R[:, None].expand_as(rewards_RK)
+    least_GK.scatter_reduce_(0, at_RK, rewards_RK.nan_to_num(nan=torch.inf), "amin")
+    rewards_RK = rewards_RK - least_GK[index_R]  # equal rewards add exactly 0
 
     def group_mean(values_RK: Tensor, n_GK: Tensor) -> Tensor:
         sums_GK = values_RK.new_zeros(len(groups), values_RK.shape[1]).index_add(0, index_R, values_RK)

@@ -65,7 +65,11 @@ def main(argv: list[str] | None = None) -> int:
             sample = sampler(command, suite.items)
         else:
             answered, responses = given_responses(command.responses, suite, whole.items)
+            own = command.output / f"{suite.name}_items.jsonl"
+            if len(responses) < len(whole.items) and own.resolve() == Path(command.responses).resolve():
+                raise ValueError(f"--output: a part would replace all responses of {own}; give another")
             command.prepare(answered)
+        command.output.mkdir(parents=True, exist_ok=True)
     if sample is not None:
         responses = sample()
         write_items(command.output, suite, responses)  # saved even if scoring fails

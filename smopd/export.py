@@ -4,6 +4,7 @@ RUN is the folder of a run, such as runs/quickstart/smopd. The checkpoint is the
 or the kept one with the highest value of a metric (`--best greedy/sum`).
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -36,7 +37,7 @@ def export_checkpoint(
         best: Export the kept checkpoint with the highest value of this metric of metrics.jsonl.
     """
     from smopd.engine import distributed
-    from smopd.engine.models.loading import load_tokenizer, stored_dtype
+    from smopd.engine.models.loading import allow_custom_code, load_tokenizer, stored_dtype
     from smopd.engine.student.checkpoint import Checkpoints, export, require_whole, saved_steps
     from smopd.report.summary import write_card
     from smopd.run import build
@@ -44,7 +45,8 @@ def export_checkpoint(
     from smopd.run.folder import input_changes, known_inputs, saved_settings
     from smopd.run.identity import named_model
 
-    folder, name = run.resolve().parent, run.resolve().name
+    run = Path(os.path.abspath(run))  # a link to a run stays in its recipe's folder
+    folder, name = run.parent, run.name
     if output.exists():
         raise ValueError(f"--output: {output} exists, expected a new folder")
     if not (folder / "config.yaml").exists():
@@ -62,6 +64,7 @@ def export_checkpoint(
         step = kept[-1]
     if step not in kept:
         raise ValueError(f"--step: got {step}, expected a kept checkpoint of {run}: {kept}")
+    allow_custom_code(settings.model.trust_remote_code)
     own = settings.resolved(name)
     start = folder / name / "start"
     path = str(start) if start.exists() else model_path(settings, folder, own.runs[name].init)

@@ -39,10 +39,13 @@ _VALUE = re.compile(
 _USER = re.compile(r"(\b\w+://)[^/\s'\"?#]+@")
 _NOT_SECRET = ("PWD", "OLDPWD")  # the shell's working directories
 _SECRET_LENGTH = 8  # ours: a shorter value of an environment variable may be an ordinary word
+_IMPORTED, _PATH = ("function", "source", "map", "factory"), re.compile(r"[\w.]+:[\w.]+")
 REDACTED = "<redacted>"
 
 STARTUP_SECONDS = 600.0
 """Ours: time limit for importing a reward."""
+ENVIRONMENT_THREADS = 64
+"""Ours: how many answers of a synchronous environment run at once."""
 
 STEP_COLUMN = "training_step"
 """Column with the training step, from 0, that rewards receive during training."""
@@ -99,10 +102,15 @@ def redacted(value: Any, name: str = "", known: list[str] | None = None) -> Any:
     """Redact secrets in a nested value: values of secret names, and whatever `without_secrets` redacts."""
     secret, known = _SECRET_NAME.fullmatch(name), _of_environment() if known is None else known
     if isinstance(value, dict):
-        return {key: redacted(inner, name if secret else str(key), known) for key, inner in value.items()}
+        mine = {key: name if secret else str(key) for key in value}
+        if name == "runs":  # a run may be called token
+            mine |= {key: "" for key, inner in value.items() if isinstance(inner, dict)}
+        return {key: redacted(inner, mine[key], known) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         words = [str(each) if str(each).startswith("--") else name for each in value]  # options of a command
         return [redacted(inner, word, known) for inner, word in zip(value, [name, *words], strict=False)]
     if secret and value and not isinstance(value, bool):
         return REDACTED
+    if name in _IMPORTED and _PATH.fullmatch(str(value)):
+        return value
     return without_secrets(value, known) if isinstance(value, str) else value

@@ -48,20 +48,24 @@ def push(
     from huggingface_hub import HfApi
 
     hub = HfApi()
-    hub.create_repo(repo, private=private, exist_ok=True)
-    message = f"{run.resolve().parent.name}/{run.resolve().name}"
-    print(f"pushed to {hub.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)}")
+    message = f"{folder.parent.parent.name}/{folder.parent.name}"
+    try:
+        hub.create_repo(repo, private=private, exist_ok=True)
+        print(f"pushed to {hub.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)}")
+    except Exception as error:  # of the hub's library and of the HTTP client that it uses
+        raise ValueError(f"cannot be pushed to {repo}: {error}") from error
 
 
 def stage(run: Path) -> Path:
     """Create RUN/push anew and return it. Its weights are hard links to the export's."""
-    run, recipe, folder = run.resolve(), run.resolve().parent, run.resolve() / "push"
+    run = Path(os.path.abspath(run))  # a link to a run stays in its recipe's folder
+    recipe, folder = run.parent, run / "push"
     if not (run / "export" / "README.md").exists():
         raise ValueError(f"{run} has no export with a model card: finish it with `smopd train`")
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(run / "export", folder, ignore=shutil.ignore_patterns(WEIGHTS))
-    for weights in (run / "export").glob(WEIGHTS):
-        os.link(weights, folder / weights.name)
+    for weights in (run / "export").rglob(WEIGHTS):
+        os.link(weights, folder / weights.relative_to(run / "export"))
     shutil.copyfile(recipe / "config.yaml", folder / "recipe.yaml")  # config.json is the model's
     shutil.copyfile(recipe / "report.html", folder / "report.html")
     return folder

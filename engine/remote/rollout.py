@@ -115,13 +115,15 @@ class RemoteRollout:
         for removed in distributed.gather_objects(self.servers.removed):
             self.servers.removed.update(removed)
         stream, trouble = iter(weights), None
-        if distributed.rank() == 0:
+        try:
             try:
-                self._send(stream, version)
-            except Exception as error:  # do not raise yet: the other ranks wait for the answer
-                trouble = error
-        for _ in stream:  # gathering a tensor is a collective call
-            pass
+                if distributed.rank() == 0:
+                    self._send(stream, version)
+            finally:
+                for _ in stream:  # gathering a tensor is a collective call
+                    pass
+        except Exception as error:  # do not raise yet: the ranks wait for each other below
+            trouble = error
         self.servers.removed, trouble = distributed.broadcast_object((self.servers.removed, trouble))
         if trouble is not None:
             raise trouble

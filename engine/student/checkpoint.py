@@ -174,6 +174,7 @@ def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
     digests = {}
     for path in _share(sorted(path for path in folder.rglob("*") if path.is_file())):
         if path not in (manifest, digest):
+            path.chmod(folder.stat().st_mode & 0o666)  # safetensors' files are their owner's alone
             flush(path)
             digests[str(path.relative_to(folder))] = file_digest(path)
     gathered = distributed.gather_objects(digests)
@@ -208,6 +209,7 @@ def read_manifest(folder: Path, remove: str = "remove the folder to resume") -> 
 
 def require_whole(export: Path) -> None:
     """Raise UnusableCheckpoint if an export has a manifest and differs from it; a collective call."""
+    export = export.expanduser()
     if distributed.on_rank0((export / MANIFEST_DIGEST).exists):
         read_manifest(export, "to repeat its run, remove the run's folder")
 

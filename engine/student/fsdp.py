@@ -97,7 +97,7 @@ class Fsdp2:
             get_state_dict(self.policy, self.optimizer, options=options)
             for state in self.optimizer.state.values():
                 if "step" in state:
-                    state["step"].zero_()
+                    state["step"] *= 0  # a tensor or a number
         model, optimizer = get_state_dict(self.policy, self.optimizer, options=options)
         trained = {name for name, value in self.policy.named_parameters() if value.requires_grad}
         if self._frozen():  # torch leaves out a frozen tied weight under only one of its names

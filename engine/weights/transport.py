@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any, Protocol
 
 import torch
@@ -53,17 +53,23 @@ def send(
     folder: str | Path | None = None,
 ) -> None:
     """Send full tensors in parts: by files in `folder` (None: this host's shared memory), or inline."""
-    if folder is None and SHARED_MEMORY.is_dir():
+    if not folder and SHARED_MEMORY.is_dir():
         folder = SHARED_MEMORY
+    folder = Path(folder or gettempdir()).expanduser().absolute()
     receiver.start_weight_update()
-    with TemporaryDirectory(prefix="smopd-weights-", dir=folder) as own:
-        Path(own).chmod(0o755)
-        path = Path(own) / "part.safetensors"
+    try:
+        own = TemporaryDirectory(prefix="smopd-weights-", dir=folder)
+    except OSError as error:
+        raise CannotSend(f"{folder}: weights for an engine cannot be written ({error})") from error
+    with own:
+        Path(own.name).chmod(0o755)
+        path = Path(own.name) / "part.safetensors"
         for part in parts(weights):
             held = {name: on_cpu(value) for name, value in part.items()}
             if transport == "files":
                 try:
                     save_file(held, path)
+                    path.chmod(0o644)
                 except (OSError, SafetensorError) as error:
                     why = f"weights for an engine cannot be written ({error})"
                     raise CannotSend(f"{path}: {why}; make room and rerun to resume") from error

@@ -164,7 +164,9 @@ def describe(command: Command) -> str:
             parts.append(f"continues after step {done}")
         lines.append(f"  {run.stage:<10}  {run.name:<16}  " + "; ".join(part for part in parts if part))
     if settings.data.evaluation is not None:
-        names = settings.runs if command.stage == "evaluate" else (run.name for run in planned)
+        names = [run.name for run in planned]
+        if command.stage == "evaluate":
+            names = [*(command.only or settings.runs)]
         lines.append(f"  {'evaluate':<10}  {', '.join(dict.fromkeys([BASE, *names]))}")
     if command.show_settings:
         lines = [write_yaml(settings), *(f"# {line}" for line in lines)]

@@ -52,7 +52,7 @@ def explain(error: ValidationError, origin: dict[Keys, str], prefix: Keys = ()) 
 
 def line(keys: Keys, text: str, origin: dict[Keys, str]) -> str:
     """Return `file:line: path: text`. If `keys` has no place, `file:line` is that of the nearest setting."""
-    known = tuple(int(key) if str(key).isdigit() else key for key in keys)
+    known = tuple(int(key) if str(key).isdecimal() else key for key in keys)
     around = [origin[known[:n]] for n in range(len(known), 0, -1) if known[:n] in origin]
     inside = [place for given, place in origin.items() if given[: len(known)] == known]
     at = next(iter([*around, *inside]), None)

@@ -87,7 +87,13 @@ def _load(path: Path, chain: tuple[Path, ...]) -> Recipe:
     values = merged(parent.values, recipe.values)
     if isinstance(values.get("runs"), dict):
         values["runs"] = {name: run for name, run in values["runs"].items() if run is not None}
-    return Recipe(values, parent.origin | recipe.origin)
+    lists = {keys[:at] for keys in recipe.origin for at, key in enumerate(keys) if isinstance(key, int)}
+    inherited = {
+        keys: place
+        for keys, place in parent.origin.items()
+        if not any(keys[:at] in lists for at in range(len(keys)))
+    }
+    return Recipe(values, inherited | recipe.origin)
 
 
 def builtin() -> dict[str, Path]:
@@ -106,7 +112,7 @@ def _find(name: str, folder: Path) -> Path:
             return path.resolve()
     except (OSError, RuntimeError, ValueError) as error:  # no such user, name too long, NUL byte
         raise Mistakes([f"no recipe {name[:80]!r}: {error}"]) from None
-    files = [str(Path(name).with_name(other.name)) for other in path.parent.glob("*.yaml")]
+    files = [str(Path(name).parent / other.name) for other in path.parent.glob("*.yaml")]
     hint = nearest(name, [*recipes, *files]) or f"; there are {', '.join(recipes)}"
     raise Mistakes([f"no recipe {name!r}{hint}"])
 

@@ -137,9 +137,6 @@ def _teachers(settings: Settings) -> Wrong:
 
 def _merge(settings: Settings) -> Wrong:
     merge, rewards = settings.merge, [reward.name for reward in settings.rewards]
-    names = [each.model for each in merge.models]
-    if len(set(names)) != len(names):
-        yield "merge.models", f"got {names}, expected different models"
     for i, each in enumerate(merge.models):
         for name, choices in (("keep", each.keep), ("exclude", each.exclude)):
             if merge.guard is None and len(choices) > 1:
@@ -163,6 +160,10 @@ def _run(own: Settings, name: str) -> Wrong:
         elif merge is not None and any(is_url(model) for model in models.values()):
             yield "merge.method", "weights needs the teachers' weights, but the teachers are at URLs"
     if merge is not None:
+        added = [each.model for each in merge.models]
+        if len(set(added)) < len(added):
+            place = "merge.models" if own.merge.models else "teachers.models"
+            yield place, f"got {added}, expected different models"
         models |= {f"merge.models.{i}.model": each.model for i, each in enumerate(own.merge.models)}
     names = list(own.runs)
     for path, model in models.items():

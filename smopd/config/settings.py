@@ -23,7 +23,7 @@ from smopd.engine.settings import (
     Vllm,
     WeightTransport,
 )
-from smopd.names import STARTUP_SECONDS, is_url
+from smopd.names import ENVIRONMENT_THREADS, STARTUP_SECONDS, is_url
 
 TRAINING_SECONDS = 300.0
 """Ours: the longest wait for another rank's part of a step, unless rewards or servers may take longer."""
@@ -438,7 +438,8 @@ class Settings(Section):
         reward = 2 * self.scoring.deadline_seconds + STARTUP_SECONDS  # a second try restarts the worker
         alone = max(reward, REQUEST_SECONDS * (servers + 1) if servers else 0.0)
         if self.rollout.environment is not None:
-            alone += STARTUP_SECONDS + self.rollout.turns * self.rollout.environment_seconds
+            batches = math.ceil(self.loop.prompts_per_step * self.rollout.group_size / ENVIRONMENT_THREADS)
+            alone += STARTUP_SECONDS + self.rollout.turns * batches * self.rollout.environment_seconds
         return max(TRAINING_SECONDS, alone + 60.0)
 
     @property

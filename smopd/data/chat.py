@@ -114,7 +114,8 @@ def render(
 def template_options(defaults: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of the chat template; those of a row override the others, as in TRL."""
     own = columns.get("chat_template_kwargs") or {}
-    own = json.loads(own) if isinstance(own, str) else own
+    with suppress(ValueError, RecursionError):
+        own = json.loads(own) if isinstance(own, str) else own
     if not isinstance(own, Mapping):
         raise ValueError(f"chat_template_kwargs is {str(own)[:60]!r}, expected an object, or its JSON text")
     return {**defaults, **own}

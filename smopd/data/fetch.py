@@ -14,7 +14,7 @@ import requests
 
 from smopd.data.places import DataSet, File
 from smopd.data.sources import load_rows
-from smopd.engine.files import write_atomically
+from smopd.engine.files import CannotWrite, write_atomically
 
 BASE_VARIABLE = "SMOPD_DATA_MIRROR"
 """Environment variable with a base URL that replaces GITHUB."""
@@ -43,7 +43,7 @@ def fetch(data_sets: Sequence[DataSet], folder: Path) -> tuple[list[str], list[s
                 )
             else:
                 fetch_file(file, file.upstream, folder)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, CannotWrite) as error:
             failures.append(f"{file.path}: {' '.join(str(error).split())}")
             if isinstance(error.__cause__, requests.ConnectionError):
                 break  # the other downloads would fail too
@@ -78,6 +78,8 @@ def fetch_file(file: File, upstream: str, folder: Path) -> None:
         elif file.sha256 is None and (got := sum_of(folder / arrived, file)) != file.git_sha1:
             (folder / arrived).unlink()
             raise ValueError(f"has {got}, expected {file.git_sha1}; nothing was kept")
+        if (folder / arrived).exists():  # pooch's temporary files are its user's alone
+            (folder / arrived).chmod(folder.stat().st_mode & 0o666)
     except (requests.RequestException, ValueError) as error:
         again = ", and run this command again" if file.rows_sha256 else ""
         raise ValueError(

@@ -53,8 +53,7 @@ def open_rows(source: str, *, kwargs: Mapping[str, Any] | None = None) -> Sequen
     if IMPORT_PATH.fullmatch(source) and not Path(source).exists():
         found = _call(source, options)
         if type(found).__module__.startswith("datasets."):
-            rows = ArrowRows(found)
-            return rows if hasattr(found, "__len__") else list(rows)
+            return _arrow_rows(found)
         with user_code(source):
             found = list(found)
         return [checked_row(row, source, index) for index, row in enumerate(found)]
@@ -105,7 +104,7 @@ class JsonLines(Sequence[Row]):
                     if line.strip():
                         self._places.extend((number, begin, len(line)))
                     begin += len(line)
-                opened = os.fdopen(os.dup(file.fileno()), "rb", buffering=0)
+                opened = _kept_open(file, path)
                 self._files.append((opened, _state(opened)))
 
     def __len__(self) -> int:
@@ -133,6 +132,15 @@ class JsonLines(Sequence[Row]):
         return checked_row(row, str(self._paths[number]), index)
 
 
+def _kept_open(file: IO[bytes], path: Path) -> IO[bytes]:
+    try:
+        return os.fdopen(os.dup(file.fileno()), "rb", buffering=0)
+    except OSError as error:
+        raise ValueError(
+            f"{path}: cannot be kept open ({error}); raise `ulimit -n`, or join files"
+        ) from error
+
+
 def _state(file: IO[bytes]) -> tuple[int, int]:
     found = os.fstat(file.fileno())
     return found.st_size, found.st_mtime_ns
@@ -153,6 +161,12 @@ class ArrowRows(Sequence[Row]):
     def __iter__(self) -> Iterator[Row]:
         for row in self._dataset:
             yield {name: without_filled(value) for name, value in row.items()}
+
+
+def _arrow_rows(dataset: Any) -> Sequence[Row]:
+    """Return the rows of a data set; those of a stream are read into memory."""
+    rows = ArrowRows(dataset)
+    return rows if hasattr(dataset, "__len__") else list(rows)
 
 
 def without_filled(value: Any) -> Any:
@@ -205,33 +219,39 @@ def _read_json(path: Path) -> list[Row] | None:
     return [checked_row(row, str(path), index) for index, row in enumerate(found)]
 
 
-def _read_arrow(path: Path, paths: Sequence[Path], split: str = "train", **options: Any) -> ArrowRows:
+def _read_arrow(path: Path, paths: Sequence[Path], **options: Any) -> Sequence[Row]:
     """Return the rows of files of one kind, a folder of data files, or a folder made by save_to_disk."""
     from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset, load_from_disk
 
     names, kind = [str(each) for each in paths], paths[0].suffix[1:] if paths else ""
+    patterns, split = list(map(glob.escape, names)), options.pop("split", None)
     try:
         if kind == "arrow":
             return ArrowRows(concatenate_datasets([Dataset.from_file(name) for name in names]))
         if kind:
-            return ArrowRows(load_dataset(kind, data_files=names, split=split))
+            return ArrowRows(load_dataset(kind, data_files=patterns, split="train"))
         if not any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
-            return ArrowRows(load_dataset(str(path), split=split, **options))
+            folder = glob.escape(str(path.absolute()))
+            return _arrow_rows(load_dataset(folder, split=split or "train", **options))
         found = load_from_disk(path)
-        return ArrowRows(found[split] if isinstance(found, DatasetDict) else found)
+        if unknown := [*options, *(["split"] if split and not isinstance(found, DatasetDict) else [])]:
+            raise ValueError(f"it takes no {unknown[0]!r}")
+        return ArrowRows(found[split or "train"] if isinstance(found, DatasetDict) else found)
     except Exception as error:  # of pyarrow, pandas or datasets, each with classes of its own
         why = str(error.__cause__ or error).partition("\n")[0]
-        raise ValueError(f"{path}: cannot be read, split {split!r} ({why})") from error
+        raise ValueError(f"{path}: cannot be read, split {split or 'train'!r} ({why})") from error
 
 
-def _read_hub(source: str, options: dict[str, Any]) -> ArrowRows:
+def _read_hub(source: str, options: dict[str, Any]) -> Sequence[Row]:
     from datasets import config, load_dataset
-    from datasets.exceptions import DatasetNotFoundError
+    from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
     try:
         if not hub_responds() and not Path(config.HF_DATASETS_CACHE, source.replace("/", "___")).exists():
             raise ConnectionError("the hub cannot be reached, and its cache has no copy")
-        return ArrowRows(load_dataset(source, **options))
+        return _arrow_rows(load_dataset(source, **options))
+    except (RuntimeError, DatasetGenerationError) as error:  # a script, or files that cannot be read
+        raise ValueError(f"{source}: cannot be read ({error.__cause__ or error})") from error
     except (DatasetNotFoundError, ConnectionError) as error:
         raise FileNotFoundError(
             f"load_rows: {source!r} is neither a file here nor a data set on the hub ({error}); "

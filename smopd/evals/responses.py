@@ -74,7 +74,8 @@ def given_responses(given: str, suite: Suite, whole: Sequence[Item]) -> tuple[Su
             expected = f"a string {' or '.join(TEXTS)}"
             raise ValueError(f"{path}: row {number}: expected {expected}, got {sorted(row)}")
         found.append(Response(extract_response(text), row.get("finished")))
-        keys.append(row.get("key", row.get("id")))
+        key = row.get("key", row.get("id"))
+        keys.append(str(key) if "key" in row and isinstance(key, int) else key)
     if not keys or not all(isinstance(key, str) for key in keys):
         if len(found) != len(whole):
             expected = f"{len(whole)} responses or a `key` on every line"

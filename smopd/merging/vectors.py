@@ -33,9 +33,13 @@ from smopd.engine.weights.transport import on_cpu
 log = logging.getLogger(__name__)
 CONFIG = ("model_type", "hidden_act", "num_attention_heads", "num_key_value_heads", "rope_parameters")
 """Entries of a model's config that must equal the base's."""
-NOT_COPIED = ("*.safetensors", "*.bin*", "manifest.*", "adapter", "optimizer*", "training_args*")
+NOT_COPIED = (
+    "*.safetensors", "*.bin*", "*.gguf", "*.onnx*", "*.h5", "*.msgpack", "*.pth", "onnx", "original", ".git",
+    "*.partial", "manifest.*", "adapter", "optimizer*", "training_args*", "README.md",
+)  # fmt: skip
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 UNPLAIN = ("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")  # besides what read_adapter refuses
+CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq")
 
 
 @dataclass(frozen=True)
@@ -63,13 +67,14 @@ class TaskVectors:
 
     def __init__(self, base: str, models: Sequence[str], device: torch.device | str = "cpu"):
         self.base, self.device = ModelFiles(base), torch.device(device)
-        with reading(base):  # names of tied tensors that the files omit -> the stored name
-            pairs = permutations(architecture_of(str(self.base.folder)).tied or (), 2)
+        with reading(base):
+            pairs = [*permutations(architecture_of(str(self.base.folder)).tied or (), 2)]
+        # names of tied tensors that the files omit -> the stored name
         self._tied = {name: other for name, other in pairs if name not in self.base.shapes}
         self.models: list[ModelFiles | Lora] = []
         for path in models:
             adapter = read_adapter(path)
-            model = ModelFiles(path) if adapter is None else Lora(adapter)
+            model = ModelFiles(path, pairs) if adapter is None else Lora(adapter)
             model.require_like(self.base, self._tied)
             self.models.append(model)
 
@@ -109,6 +114,8 @@ class TaskVectors:
         def write(partial: Path) -> None:
             ignore = shutil.ignore_patterns(*NOT_COPIED)
             shutil.copytree(self.base.folder, partial, dirs_exist_ok=True, ignore=ignore)
+            for place in (partial, *(each for each in partial.rglob("*") if each.is_dir())):
+                place.chmod(place.stat().st_mode | 0o700)  # the base may be read-only
             merged = self.merged(chosen)
             for file, weights in groupby(merged, key=lambda weight: self.base.file_of[weight[0]]):
                 tensors = {name: on_cpu(value) for name, value in weights}
@@ -139,7 +146,8 @@ def trimmed(change: Tensor, keep: float) -> Tensor:
 class ModelFiles:
     """The tensors of a saved model by name, read lazily."""
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, tied: Sequence[tuple[str, str]] = ()):
+        """`tied`: pairs of names of one tensor. Where the files have one of them, it is read for both."""
         self.path, self.folder = path, folder_of(path)
         self.shapes: dict[str, tuple[int, ...]] = {}
         with reading(path):
@@ -150,8 +158,13 @@ class ModelFiles:
                 with safe_open(file, "pt") as opened:
                     for name in opened.keys():  # noqa: SIM118  not a mapping
                         self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+        self._stored = {
+            name: other for name, other in tied if name not in self.shapes and other in self.shapes
+        }
+        self.shapes |= {name: self.shapes[other] for name, other in self._stored.items()}
 
     def read(self, name: str) -> Tensor:
+        name = self._stored.get(name, name)
         with reading(self.path):
             return tensor(self.file_of[name], name)
 
@@ -200,6 +213,8 @@ class Lora:
         for name in UNPLAIN:
             if value := self.config.get(name):
                 raise ValueError(f"{self.path}: {name} is {value!r}, expected none: only plain LoRA merges")
+        if str(start := self.config.get("init_lora_weights")).lower().startswith(CHANGE_THE_BASE):
+            raise ValueError(f"{self.path}: init_lora_weights is {start!r}, which changes the base's weights")
         self.rank, alpha = int(self.config["r"]), float(self.config["lora_alpha"])
         self.scale = alpha / (self.rank**0.5 if self.config.get("use_rslora") else self.rank)
         with reading(self.path):

@@ -3,6 +3,7 @@
 Alarms depend only on the lines of `metrics.jsonl`, so the report shows the same ones as the screen.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -42,7 +43,8 @@ def holding(values: Values, first: Values) -> dict[str, bool]:
     """Return which alarms hold in a step's metrics, given those of the first step."""
 
     def number(line: Values, name: str) -> float:
-        return 0.0 if line.get(name) is None else float(line[name])
+        value = line.get(name)
+        return 0.0 if value is None or math.isnan(value) else float(value)
 
     def is_rare(share_name: str) -> bool:
         reward = share_name.removesuffix("/zero_variance_groups")

@@ -62,8 +62,8 @@ class Metrics:
             mean = total / count if count else math.nan
             result[f"{name}/mean" if name in self._spread else name] = mean
             if name in self._spread:
-                variance = max(0.0, squares - count * mean**2) / (count - 1) if count > 1 else 0.0
-                result[f"{name}/std"] = math.sqrt(variance)
+                variance = max(0.0, squares - count * mean * mean) / (count - 1) if count > 1 else 0.0
+                result[f"{name}/std"] = math.sqrt(variance) if math.isfinite(squares) else math.nan
         longest = {name: torch.tensor(value, dtype=torch.float64) for name, value in self._longest.items()}
         return result | _reduced(self._totals, "sum") | _reduced(longest, "max")
 

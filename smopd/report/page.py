@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 
 from smopd.engine.files import write_atomically
-from smopd.names import without_controls
+from smopd.names import without_controls, without_secrets
 from smopd.record.alarms import alarms_of
 from smopd.report.charts import Lines, overview, sections
 from smopd.report.tables import PALETTE, Row, assign, cell, heading
@@ -54,7 +54,7 @@ class Report:
 def write_report(path: str | os.PathLike[str], report: Report) -> None:
     named = {*report.metrics, *report.samples, *report.tokens, *report.merges, *report.changes}
     taught = {name for lines in report.tokens.values() for line in lines for name in line["teachers"]}
-    labels = {name: name for name in (*named, *taught, *report.teachers)}
+    labels = {name: without_secrets(name) for name in (*named, *taught, *report.teachers)}
     labels |= {row.run: row.label for row in report.rows}
     kinds = dict(report.kinds) | dict.fromkeys(sorted(taught - set(report.kinds)), "specialize")
     kinds |= {run: "train" for run in report.metrics if run not in kinds}

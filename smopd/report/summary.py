@@ -14,7 +14,7 @@ from smopd.config.recipe import write_yaml
 from smopd.config.schedule import BASE, count_steps, plan
 from smopd.config.settings import Settings
 from smopd.engine.files import read_json, write_atomically
-from smopd.names import without_controls
+from smopd.names import without_controls, without_secrets
 from smopd.record.files import JsonlLog
 from smopd.record.progress import console, say
 from smopd.report.page import Report, write_report
@@ -121,9 +121,10 @@ def facts(settings: Settings, folder: Path, seconds: float) -> dict[str, str]:
     """Return seed, training time, and when, where and how the newest command ran (from commands.jsonl)."""
     file = folder / "commands.jsonl"
     found = {"Seed": str(settings.seed), "Training time": duration(seconds)}
-    if not file.exists():
+    lines = file.read_bytes().splitlines() if file.exists() else []
+    if not lines:
         return found
-    newest = json.loads(file.read_bytes().splitlines()[-1])
+    newest = json.loads(lines[-1])
     there = newest["environment"]
     packages = [f"{name} {version}" for name, version in there["packages"].items() if version]
     processes = f"{there['world_size']} process" + "es" * (there["world_size"] != 1)
@@ -159,17 +160,18 @@ def table_columns(settings: Settings) -> list[str]:
 def write_card(settings: Settings, folder: Path, name: str, export: Path, step: int | None = None) -> None:
     """Write the card of the run `name` in `folder` to `export`, the model exported at `step`."""
     own = settings.resolved(name)
-    path = settings.model.path
+    path, file = settings.model.path, folder / name / "done.json"
+    done = read_json(file, steps=int)["steps"] if file.exists() else None
     pages = Environment(loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True)
-    pages.filters["heading"] = heading
+    pages.filters |= {"heading": heading, "public": without_secrets}
     text = pages.get_template("card.md").render(
-        base=path if path is not None and not Path(path).exists() else None,
+        base=path if path is not None and not Path(path).expanduser().exists() else None,
         title=own.runs[name].label or name,
         settings=settings,
         run=next(run for run in plan(settings) if run.name == name),
-        step=step,
+        step=step or done,
         rewards=own.rewards,
-        rows=evaluated_rows(settings, folder),
+        rows=[row for row in evaluated_rows(settings, folder) if step in (None, done) or row.run != name],
         columns=table_columns(settings),
         facts=facts(settings, folder, training_seconds(JsonlLog(folder / name / "metrics.jsonl").read())),
         yaml=write_yaml(own, public=True),

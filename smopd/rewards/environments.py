@@ -10,19 +10,21 @@ import asyncio
 import inspect
 import json
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from typing import Any, NamedTuple, Protocol
 
 from smopd.data.chat import Message
 from smopd.engine.imports import import_function
+from smopd.names import ENVIRONMENT_THREADS
 
 ENVIRONMENTS = {
     "trl": "smopd.integrations.tools:TrlTools",
     "verifiers": "smopd.integrations.verifiers:Verifiers",
 }
 """Built-in names of `rollout.environment`."""
-THREADS = 64  # ours: answers of synchronous environments that run at once
+MOST_THREADS = 1 << 12  # ours: ENVIRONMENT_THREADS, and the threads of answers that never return
 MOST_BYTES = 1 << 20  # ours: a longer answer is an error
 MOST_ERROR_CHARS = 2000  # ours: of a longer traceback, only the end is kept
 
@@ -63,7 +65,8 @@ class EnvironmentHost:
         self.environment = import_function(ENVIRONMENTS.get(path, path))(**kwargs)
         self.seconds = seconds
         self.states: dict[int, Any] = {}
-        self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="environment")
+        self.threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="environment")
+        self.free = asyncio.Semaphore(ENVIRONMENT_THREADS)
 
     def reply(self, loop: asyncio.AbstractEventLoop, begin: bool, items: Mapping[int, Any]) -> list[Any]:
         """With `begin`, drop all conversations and begin one about each row; else answer each message."""
@@ -75,30 +78,45 @@ class EnvironmentHost:
 
     async def _limited(self, of_one: Callable[..., Any], number: int, item: Any) -> dict[str, Any]:
         try:
-            return {"messages": await asyncio.wait_for(of_one(number, item), self.seconds)}
-        except asyncio.TimeoutError:
+            return {"messages": await of_one(number, item)}
+        except TooLong:
             return {"failure": "timeout", "error": f"did not return within {self.seconds:g} s"}
         except Exception as error:
             text = "".join(traceback.format_exception(error)).strip()
             return {"failure": "exception", "error": text[-MOST_ERROR_CHARS:]}
 
     async def _begin(self, number: int, row: Message) -> None:
-        self.states[number] = await _called(self.environment.begin, row)
+        self.states[number] = await self._called(self.environment.begin, deepcopy(row))
 
     async def _answer(self, number: int, message: Message) -> list[Any] | None:
-        found = await _called(self.environment.answer, self.states[number], message)
+        found = await self._called(self.environment.answer, self.states[number], message)
         return None if found is None else checked(found)
+
+    async def _called(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        if inspect.iscoroutinefunction(function):
+            return await self._in_time(_guarded(function(*arguments)))
+        async with self.free:  # the time limit begins with the call
+            return await self._in_time(_guarded(asyncio.to_thread(function, *arguments)))
+
+    async def _in_time(self, call: Coroutine[Any, Any, Any]) -> Any:
+        task = asyncio.ensure_future(call)
+        if (await asyncio.wait([task], timeout=self.seconds))[1]:
+            task.cancel()
+            raise TooLong
+        return task.result()
+
+
+class TooLong(Exception):
+    """A call did not return in time."""
 
 
 async def _all(calls: Sequence[Any]) -> list[Any]:
     return await asyncio.gather(*calls)
 
 
-async def _called(function: Callable[..., Any], *arguments: Any) -> Any:
+async def _guarded(call: Coroutine[Any, Any, Any]) -> Any:
     try:
-        if inspect.iscoroutinefunction(function):
-            return await function(*arguments)
-        return await asyncio.to_thread(function, *arguments)
+        return await call
     except (SystemExit, KeyboardInterrupt) as error:  # asyncio would end the loop
         raise RuntimeError(f"raised {type(error).__name__}") from error
 

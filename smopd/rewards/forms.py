@@ -127,7 +127,7 @@ class RewardFunction:
         if self.single:
             own = {"prompts": prompts, "completions": completions, "solution_str": completions}
             own |= {"prompt": prompts, "completion": spoken}
-            return self._each({"extra_info": [{}] * len(completions), **columns, **own})
+            return self._each({"extra_info": [{} for _ in completions], **columns, **own})
         shown: Sequence[Any] = completions
         if self.messages:
             as_text = [

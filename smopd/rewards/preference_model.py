@@ -19,6 +19,7 @@ from jinja2 import TemplateError
 from pydantic import ConfigDict, Field, PositiveInt, validate_call
 from transformers import PreTrainedTokenizerBase
 
+from smopd.data.chat import text_of
 from smopd.engine.models.loading import load_tokenizer
 from smopd.engine.preference import LocalPreferenceModel, RemotePreferenceModel
 
@@ -83,7 +84,11 @@ def _chat(prompt: Any, completion: str, index: int) -> Chat:
         got = f"prompts[{index}] is {str(prompt)[:60]!r}"
         raise ValueError(f"preference_reward: {got}, expected a text or chat messages")
     started = messages[-1]["role"] == "assistant"  # the completion begins with this message
-    return [*map(dict, messages[: len(messages) - started]), {"role": "assistant", "content": completion}]
+    shown = [dict(message) for message in messages[: len(messages) - started]]
+    for message in shown:
+        if isinstance(message.get("content"), (list, tuple)):  # parts, which not every template reads
+            message["content"] = text_of(message)
+    return [*shown, {"role": "assistant", "content": completion}]
 
 
 def _encode(

@@ -29,6 +29,7 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from multiprocessing.connection import Connection
 from select import poll
 from typing import Any
@@ -89,7 +90,9 @@ class RewardHost:
         if len(request) == 1:
             self.function.require_columns(*request)
             return []
-        result = self.function(*request)
+        prompts, completions, columns, conversations = request
+        own = {name: list(map(deepcopy, values)) for name, values in columns.items()}  # a group shares them
+        result = self.function(list(map(deepcopy, prompts)), completions, own, conversations)
         if inspect.isawaitable(result):
             result = loop.run_until_complete(asyncio.ensure_future(result, loop=loop))
         return numbers(result)

@@ -106,33 +106,33 @@ def make_base(
         own |= {"learning_rate": warm.learning_rate, "warmup_steps": warm.warmup_steps}
         own["schedule"] = partial(last_share, updates=steps, share=warm.decay_share)
     student = build.student(settings, path, device, **own)
-    if warm is not None and demonstrations is not None:
-        log, checkpoints = JsonlLog(folder / "metrics.jsonl"), Checkpoints(folder / "checkpoints", 1)
-        start, _ = checkpoints.restore(student)
-        with ExitStack() as stack:
-            stack.enter_context(stop.postponed())
-            stack.enter_context(distributed.collective_timeout(settings.waiting_seconds))
-            shown = None
-            if distributed.rank() == 0:
-                log.cut(start)
-                shown = stack.enter_context(Progress("warm start", steps, start))
-            for step in range(start, steps):
-                chosen = batch_indices(len(demonstrations), warm.batch_size, step, settings.seed)
-                mine = chosen[distributed.rank() :: distributed.world_size()]
-                values = supervised_step(student, [demonstrations[i] for i in mine])
-                if shown is not None:
-                    log.write({"step": step + 1, **values})
-                    shown.update(step + 1, values)
-                stopped = stop.asked()
-                if stopped or (every and (step + 1) % every == 0 and step + 1 < steps):
-                    checkpoints.confirm()
-                    log.flush()
-                    checkpoints.save(step + 1, student)
-                if stopped:
-                    raise Stopped(stopped, f"warm-start step {step + 1} is done and saved", agreed=True)
-    export(student, tokenizer, folder / "export", stored_dtype(path))
-    mark_done(folder, {"steps": steps})
-    distributed.on_rank0(lambda: shutil.rmtree(folder / "checkpoints", ignore_errors=True))
+    with stop.postponed():
+        if warm is not None and demonstrations is not None:
+            log, checkpoints = JsonlLog(folder / "metrics.jsonl"), Checkpoints(folder / "checkpoints", 1)
+            start, _ = checkpoints.restore(student)
+            with ExitStack() as stack:
+                stack.enter_context(distributed.collective_timeout(settings.waiting_seconds))
+                shown = None
+                if distributed.rank() == 0:
+                    log.cut(start)
+                    shown = stack.enter_context(Progress("warm start", steps, start))
+                for step in range(start, steps):
+                    chosen = batch_indices(len(demonstrations), warm.batch_size, step, settings.seed)
+                    mine = chosen[distributed.rank() :: distributed.world_size()]
+                    values = supervised_step(student, [demonstrations[i] for i in mine])
+                    if shown is not None:
+                        log.write({"step": step + 1, **values})
+                        shown.update(step + 1, values)
+                    stopped = stop.asked()
+                    if stopped or (every and (step + 1) % every == 0 and step + 1 < steps):
+                        checkpoints.confirm()
+                        log.flush()
+                        checkpoints.save(step + 1, student)
+                    if stopped:
+                        raise Stopped(stopped, f"warm-start step {step + 1} is done and saved", agreed=True)
+        export(student, tokenizer, folder / "export", stored_dtype(path))
+        mark_done(folder, {"steps": steps})
+        distributed.on_rank0(lambda: shutil.rmtree(folder / "checkpoints", ignore_errors=True))
 
 
 def supervised_step(student: Student, demonstrations: list[Demonstration]) -> dict[str, float]:

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,8 +39,9 @@ _ENGINE_MEMORY = (
     "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size",
 )  # fmt: skip
 FREE = (
-    "output", "description", "processes", "log.", "checkpoint.", "scoring.", "evaluation.every", "label",
-    "reproduces", "loop.timeout_seconds", "student.micro_batch_tokens", "student.share_prompts",
+    "output", "description", "processes", "log.", "checkpoint.", "scoring.deadline_seconds",
+    "scoring.max_unscorable_share", "scoring.memory_gib", "evaluation.every", "label", "reproduces",
+    "loop.timeout_seconds", "student.micro_batch_tokens", "student.share_prompts",
     "student.gradient_checkpointing", "student.compile", "student.attention", "student.shard_size",
     "student.offload_optimizer", "rollout.max_batch_tokens", "rollout.urls", "rollout.transfer",
     "rollout.vllm.placement", "teachers.vllm.placement", "teachers.vllm.engines",
@@ -50,10 +52,14 @@ OF_BASE = ("seed", "model.", "warm_start.", "student.", "data.prompt_column")
 """Settings that the base model depends on."""
 UNTRAINED = ("seed", "model.", "warm_start.")
 """Settings that a base model without a warm start depends on."""
-OF_EVALUATION = ("evaluation.", "data.evaluation", "data.max_evaluation_tokens", "rewards.", "rollout.")
+OF_EVALUATION = (
+    "evaluation.", "data.evaluation", "data.max_evaluation_tokens", "data.max_prompt_tokens", "data.overlong",
+    "rewards.", "rollout.", "scoring.special_tokens",
+)  # fmt: skip
 """Further settings that the base model's evaluation depends on."""
 RESULTS = ("start", "merge.json", "export", "done.json", "evaluation.json")
 """Files and folders of a run, besides its metrics and checkpoints, that a change of settings invalidates."""
+ABSENT = object()
 DIGITS = 12  # ours: how many digits of a digest a message shows
 Parts: TypeAlias = Mapping[str, Mapping[str, str]]
 """Setting -> part of the input -> digest; see identity.py."""
@@ -156,7 +162,8 @@ def changes(folder: Path, settings: Settings) -> list[Change]:
         else:
             was, now = settings_of(before, name), settings_of(settings, name)
             keys = [key for key in sorted({*was, *now}) if warm or name != BASE or key.startswith(UNTRAINED)]
-            differing = [key for key in keys if was.get(key) != now.get(key)]
+            pairs = {key: (repr(was.get(key, ABSENT)), repr(now.get(key, ABSENT))) for key in keys}
+            differing = [key for key in keys if len({*pairs[key]}) > 1]  # as texts, in which NaN equals NaN
             found += [Change(name, key, was.get(key), now.get(key)) for key in differing]
     return found
 
@@ -165,7 +172,7 @@ def saved_settings(folder: Path) -> Settings:
     """Return the settings of a run directory; ConfigMismatch if they cannot be read."""
     config = folder / "config.yaml"
     try:
-        return Settings.model_validate(yaml.safe_load(config.read_text()))
+        return Settings.model_validate(yaml.safe_load(config.read_text(encoding="utf-8")))
     except ValidationError as error:
         message = f"{config}: is from another version of smopd; resume with that, or give another --output"
         raise ConfigMismatch("\n  ".join([message, *explain(error, {})])) from None
@@ -222,7 +229,9 @@ def record_changes(folder: Path, settings: Settings, found: Sequence[Change]) ->
         fields = {"setting": each.setting, "was": each.was, "now": each.now}
         JsonlLog(run / "changes.jsonl").write({"step": step, **fields})
         if not (each.lengthens or each.setting.startswith(VERSIONS)):
-            for name in ("evaluation.json", "responses.jsonl"):
+            if step == 0:  # the guard begins anew
+                shutil.rmtree(run / "start", ignore_errors=True)
+            for name in ("evaluation.json", "responses.jsonl", *(["merge.json"] if step == 0 else [])):
                 (run / name).unlink(missing_ok=True)
         say(f"{each.run}, from step {step}: {each}{_recomputed(settings, each)}")
 
@@ -260,9 +269,10 @@ def write_settings(
         parts = {**inputs(), VERSIONS: known}
         evaluation = folder / BASE / "evaluation.json"
         last = evaluation.exists() and (folder / "config.yaml").exists()
-        if last and evaluation_differs(folder, settings, parts):
-            evaluation.unlink()
+        stale = last and evaluation_differs(folder, settings, parts)
         compare_inputs(folder, settings, parts, change=change)
+        if stale:
+            evaluation.unlink()
         record_changes(folder, settings, changes(folder, settings))
         write_atomically(folder / "config.yaml", write_yaml(settings, public=True).encode())
         if not (folder / "environment.json").exists():
@@ -272,7 +282,7 @@ def write_settings(
         facts = {"time": time.time(), "command": command, "environment": here, "settings": values}
         commands = folder / "commands.jsonl"
         with room_for(commands):
-            append_line(commands, f"{json.dumps(facts)}\n".encode())
+            append_line(commands, f"{json.dumps(facts, default=str)}\n".encode())
 
     distributed.on_rank0(write)
 

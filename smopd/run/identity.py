@@ -42,6 +42,8 @@ def identity(settings: Settings, inputs: Inputs, initial: str) -> Parts:
         is_code = IMPORT_PATH.fullmatch(value)
         if parts := code_parts(value.partition(":")[0]) if is_code else named_model(value):
             found[setting] = parts
+    if (config := settings.student.deepspeed_config) is not None:
+        found["student.deepspeed_config"] = {"file": file_digest(Path(config).expanduser())}
     shown = flat(public(settings).model_dump(mode="json"))
     for setting, value in flat(settings.model_dump(mode="json")).items():
         if value != shown.get(setting) and not setting.startswith(FREE):  # too few digits to reveal it
@@ -81,7 +83,7 @@ def hub_commits(settings: Settings) -> Parts:
 def named(settings: Settings) -> Iterator[tuple[str, str]]:
     """Yield the path and value of each text setting that results depend on."""
     for setting, value in flat(settings.model_dump(mode="json")).items():
-        if isinstance(value, str) and not setting.startswith((*FREE, *ROWS, "model.factory")):
+        if isinstance(value, str) and value and not setting.startswith((*FREE, *ROWS, "model.factory")):
             yield setting, value
 
 

@@ -208,6 +208,8 @@ def do_runs(context: RunContext, command: Command) -> None:
     settings = context.settings
     planned = plan(settings, command.stage, command.only)
     names = [run.name for run in planned]
+    if command.stage == "evaluate":
+        names = [*(command.only or settings.runs)]
     base_due = needs_base(settings) and not context.finished(BASE)
     if base_due and BASE not in names:
         raise UnusableInput("the base model is not made yet; run --stage warm-start first")
@@ -243,7 +245,7 @@ def do_runs(context: RunContext, command: Command) -> None:
         if run.merge is not None and context.finished(run.name):
             view_merged(context, run.name, run.merge)
     if inputs.held_out is not None:
-        for name in dict.fromkeys([BASE, *(settings.runs if command.stage == "evaluate" else names)]):
+        for name in dict.fromkeys([BASE, *names]):
             if name == BASE or context.finished(name):
                 evaluate(context, name, inputs.held_out)
     if distributed.rank() == 0:
@@ -285,7 +287,7 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
             publish_weights(student, rollouts, 0)  # as each step does
         try_engine(rollouts, student, inputs.train[0], settings)
     window_steps = min(WINDOW_STEPS, settings.loop.steps)
-    with Recorder(folder, run.name, settings, tokenizer) as recorder:
+    with context.stop.postponed(), Recorder(folder, run.name, settings, tokenizer) as recorder:
         optimise(
             Run(
                 settings=settings,
@@ -304,8 +306,8 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
                 conversations=Conversations.of(context.environments, tokenizer, settings),
             )
         )
-    export(student, tokenizer, folder / "export", stored_dtype(path))
-    mark_done(folder, {"steps": settings.loop.steps, "skipped_updates": student.skipped})
+        export(student, tokenizer, folder / "export", stored_dtype(path))
+        mark_done(folder, {"steps": settings.loop.steps, "skipped_updates": student.skipped})
 
 
 def view_merged(context: RunContext, name: str, merge: Merge) -> None:

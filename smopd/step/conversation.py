@@ -8,6 +8,7 @@ chat template adds to the conversation so far, with the next generation prompt.
 from __future__ import annotations
 
 import logging
+import math
 import pickle
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -31,6 +32,7 @@ from smopd.data.chat import (
 from smopd.data.prompts import CHARS_PER_TOKEN, Prompt
 from smopd.engine.protocols import RolloutEngine
 from smopd.engine.types import Rollout, Sampling, draw_key
+from smopd.names import ENVIRONMENT_THREADS
 from smopd.rewards.environments import Answer
 from smopd.rewards.pool import CallFailed, RewardError, Worker
 
@@ -52,7 +54,8 @@ class EnvironmentWorker(Worker):
         try:
             self.start()
             frame = pickle.dumps((begin, dict(items)), 5)
-            answers = self._call(frame, self.deadline_seconds, lambda answer: Answer(**answer))
+            seconds = math.ceil(len(items) / ENVIRONMENT_THREADS) * self.deadline_seconds + GRACE_SECONDS
+            answers = self._call(frame, seconds, lambda answer: Answer(**answer))
             if len(answers) != len(items):
                 raise CallFailed("worker_died", "the worker's reply has a wrong number of answers")
         except CallFailed as failed:
@@ -81,7 +84,7 @@ class Environments(AbstractContextManager["Environments"]):
         if path is None:
             return None
         given = (settings.rollout.environment_kwargs, seconds)
-        worker = EnvironmentWorker("rollout.environment", path, given, seconds + GRACE_SECONDS, **self.own)
+        worker = EnvironmentWorker("rollout.environment", path, given, seconds, **self.own)
         worker = self._workers.setdefault(repr((path, given)), worker)
         worker.start()
         return worker

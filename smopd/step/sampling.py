@@ -43,7 +43,11 @@ class Sampler:
         self._begun: dict[int, Future[Batch]] = {}
         if ahead is not None and settings.loop.async_level:
             rollouts = [Rollout(**values) for values in ahead["rollouts"]]
-            self._begun[ahead["step"]] = self._thread.submit(self._batch, ahead["step"], rollouts)
+            asked = [(p.token_ids, g) for p, g in self._asked(ahead["step"])[1]]
+            expected = [each for each in asked for _ in range(settings.rollout.group_size)]
+            same = torch.tensor([(each.prompt_ids, each.group) for each in rollouts] == expected)
+            if distributed.all_reduce(same.int(), "min"):  # no change of seed, data or group size
+                self._begun[ahead["step"]] = self._thread.submit(self._batch, ahead["step"], rollouts)
 
     def take(self, step: int) -> Batch:
         """Return the batch of `step`, and begin the next one if `loop.async_level` is 1; a collective call.

@@ -78,13 +78,13 @@ class Stop:
 
     @contextmanager
     def postponed(self) -> Iterator[None]:
-        """Only record signals inside the context. At its end, raise Stopped for a signal not handled yet."""
-        self._postponed = True
+        """Only record signals inside the outermost context, and raise Stopped for them at its end."""
+        before, self._postponed = self._postponed, True
         try:
             yield
         finally:
-            self._postponed = False
-        if self.number:
+            self._postponed = before
+        if self.number and not before:
             raise self._stopped()
 
     def asked(self) -> int:
