@@ -66,7 +66,8 @@ def main(argv: list[str] | None = None) -> int:
         else:
             answered, responses = given_responses(command.responses, suite, whole.items)
             own = command.output / f"{suite.name}_items.jsonl"
-            if len(responses) < len(whole.items) and own.resolve() == Path(command.responses).resolve():
+            same = own.resolve() == Path(command.responses).expanduser().resolve()
+            if same and len(responses) < len(own.read_bytes().splitlines()):
                 raise ValueError(f"--output: a part would replace all responses of {own}; give another")
             command.prepare(answered)
         command.output.mkdir(parents=True, exist_ok=True)

@@ -39,7 +39,8 @@ _VALUE = re.compile(
 _USER = re.compile(r"(\b\w+://)[^/\s'\"?#]+@")
 _NOT_SECRET = ("PWD", "OLDPWD")  # the shell's working directories
 _SECRET_LENGTH = 8  # ours: a shorter value of an environment variable may be an ordinary word
-_IMPORTED, _PATH = ("function", "source", "map", "factory"), re.compile(r"[\w.]+:[\w.]+")
+_IMPORTED = re.compile("function|source|map|factory|environment|estimator|target|trackers|optimizer|schedule")
+_PATH = re.compile(r"[\w.]+:[\w.]+")
 REDACTED = "<redacted>"
 
 STARTUP_SECONDS = 600.0
@@ -111,6 +112,6 @@ def redacted(value: Any, name: str = "", known: list[str] | None = None) -> Any:
         return [redacted(inner, word, known) for inner, word in zip(value, [name, *words], strict=False)]
     if secret and value and not isinstance(value, bool):
         return REDACTED
-    if name in _IMPORTED and _PATH.fullmatch(str(value)):
+    if _IMPORTED.fullmatch(name) and _PATH.fullmatch(str(value)):
         return value
     return without_secrets(value, known) if isinstance(value, str) else value

@@ -53,7 +53,7 @@ def push(
         hub.create_repo(repo, private=private, exist_ok=True)
         print(f"pushed to {hub.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)}")
     except Exception as error:  # of the hub's library and of the HTTP client that it uses
-        raise ValueError(f"cannot be pushed to {repo}: {error}") from error
+        raise ValueError(f"cannot be pushed to {repo}: {' '.join(str(error).split())}") from error
 
 
 def stage(run: Path) -> Path:

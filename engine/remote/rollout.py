@@ -124,8 +124,8 @@ class RemoteRollout:
                     pass
         except Exception as error:  # do not raise yet: the ranks wait for each other below
             trouble = error
-        self.servers.removed, trouble = distributed.broadcast_object((self.servers.removed, trouble))
-        if trouble is not None:
+        self.servers.removed, first = distributed.broadcast_object((self.servers.removed, trouble))
+        if (trouble := first or trouble) is not None:
             raise trouble
         self.policy_version = version
 

@@ -94,7 +94,7 @@ def levels(merge: Merge) -> list[list[Candidate]]:
 def _name(merge: Merge, parts: Sequence[Part]) -> str:
     shown = []
     for each, part in zip(merge.models, parts, strict=True):
-        share = f" (keep {part.keep:g})" if part.keep < 1 else ""
+        share = f" (keep {part.keep})" if part.keep < 1 else ""
         without = f" without {part.exclude}" if part.exclude else ""
         shown.append(each.model + share + without)
     return " + ".join(shown)

@@ -39,7 +39,7 @@ NOT_COPIED = (
 )  # fmt: skip
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 UNPLAIN = ("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")  # besides what read_adapter refuses
-CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq")
+CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def holding(values: Values, first: Values) -> dict[str, bool]:
 
     def number(line: Values, name: str) -> float:
         value = line.get(name)
-        return 0.0 if value is None or math.isnan(value) else float(value)
+        return 0.0 if value is None or not math.isfinite(value) else float(value)
 
     def is_rare(share_name: str) -> bool:
         reward = share_name.removesuffix("/zero_variance_groups")

@@ -34,6 +34,7 @@ from multiprocessing.connection import Connection
 from select import poll
 from typing import Any
 
+from smopd.engine.errors import UserCodeError
 from smopd.engine.process import adopt_orphans, die_with_parent, kill_below
 from smopd.rewards.environments import EnvironmentHost
 from smopd.rewards.forms import FACTORY, BadSignature, CompletionForm, RewardFunction
@@ -71,7 +72,8 @@ def main(argv: list[str]) -> None:
         except BadSignature as error:
             reply = json.dumps({"error": str(error), "hopeless": True})
         except BaseException as error:
-            text = "".join(traceback.format_exception(error))
+            own = error.__cause__ if isinstance(error, UserCodeError) else None
+            text = "".join(traceback.format_exception(own or error))
             reply = json.dumps({"error": text.strip()[-MAX_ERROR_CHARS:]})
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # the function may have closed or replaced it

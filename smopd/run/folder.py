@@ -221,17 +221,23 @@ def input_changes(folder: Path, settings: Settings, before: Parts, now: Parts) -
     return found
 
 
-def record_changes(folder: Path, settings: Settings, found: Sequence[Change]) -> None:
-    """Write each change and its first step to its run's changes.jsonl; remove an invalidated evaluation."""
+def record_changes(
+    folder: Path, settings: Settings, found: Sequence[Change], *, started: bool = False
+) -> None:
+    """Write each change and its first step to its run's changes.jsonl; remove what it invalidates.
+
+    started: keep the start, which a run already uses.
+    """
     for each in found:
         run = folder / each.run
         step = max([done_steps(settings, each.run) or 0, *saved_steps(run / "checkpoints")])
         fields = {"setting": each.setting, "was": each.was, "now": each.now}
         JsonlLog(run / "changes.jsonl").write({"step": step, **fields})
         if not (each.lengthens or each.setting.startswith(VERSIONS)):
-            if step == 0:  # the guard begins anew
+            if step == 0 and not started:  # the guard begins anew
                 shutil.rmtree(run / "start", ignore_errors=True)
-            for name in ("evaluation.json", "responses.jsonl", *(["merge.json"] if step == 0 else [])):
+                (run / "merge.json").unlink(missing_ok=True)
+            for name in ("evaluation.json", "responses.jsonl"):
                 (run / name).unlink(missing_ok=True)
         say(f"{each.run}, from step {step}: {each}{_recomputed(settings, each)}")
 
@@ -291,7 +297,8 @@ def evaluation_differs(folder: Path, settings: Settings, parts: Parts) -> bool:
     """Return whether the base model would be evaluated differently than by the last command."""
 
     def of_evaluation(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {k: v for k, v in values.items() if k.startswith(OF_EVALUATION) and not k.startswith(FREE)}
+        own = {k: v for k, v in values.items() if k.startswith(OF_EVALUATION) and not k.startswith(FREE)}
+        return {key: repr(value) for key, value in own.items()}
 
     was, now = (of_evaluation(flat(each.model_dump())) for each in (saved_settings(folder), public(settings)))
     before, found = of_evaluation(known_inputs(folder)), of_evaluation(parts)
@@ -304,7 +311,9 @@ def known_inputs(folder: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
-def compare_inputs(folder: Path, settings: Settings, now: Parts, *, change: bool) -> None:
+def compare_inputs(
+    folder: Path, settings: Settings, now: Parts, *, change: bool, started: bool = False
+) -> None:
     """Compare digests with those of earlier commands, record the changes, and keep the new digests.
 
     Raises:
@@ -314,7 +323,7 @@ def compare_inputs(folder: Path, settings: Settings, now: Parts, *, change: bool
     found = input_changes(folder, settings, before, now)
     if not change:
         refuse(folder, "inputs", [each for each in found if not each.setting.startswith(VERSIONS)])
-    record_changes(folder, settings, found)
+    record_changes(folder, settings, found, started=started)
     write_atomically(folder / "inputs.json", json.dumps({**before, **now}, indent=1).encode())
 
 

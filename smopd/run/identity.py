@@ -40,10 +40,10 @@ def identity(settings: Settings, inputs: Inputs, initial: str) -> Parts:
         found["model.factory code"] = code_parts(settings.model.factory.partition(":")[0])
     for setting, value in named(settings):
         is_code = IMPORT_PATH.fullmatch(value)
-        if parts := code_parts(value.partition(":")[0]) if is_code else named_model(value):
+        if setting.endswith("student.deepspeed_config") and (file := Path(value).expanduser()).is_file():
+            found[setting] = {"file": file_digest(file)}
+        elif parts := code_parts(value.partition(":")[0]) if is_code else named_model(value):
             found[setting] = parts
-    if (config := settings.student.deepspeed_config) is not None:
-        found["student.deepspeed_config"] = {"file": file_digest(Path(config).expanduser())}
     shown = flat(public(settings).model_dump(mode="json"))
     for setting, value in flat(settings.model_dump(mode="json")).items():
         if value != shown.get(setting) and not setting.startswith(FREE):  # too few digits to reveal it

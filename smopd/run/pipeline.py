@@ -276,7 +276,7 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
     digests = {f"teacher {m}": found for m, found in getattr(teachers, "digests", {}).items()}
     loaded = {f"runs.{run.name}.servers": digests, **hub_commits(context.settings)}
     recipe, change = context.settings, context.change
-    distributed.on_rank0(lambda: compare_inputs(context.folder, recipe, loaded, change=change))
+    distributed.on_rank0(lambda: compare_inputs(context.folder, recipe, loaded, change=change, started=True))
     reference = None
     if settings.kl_ref.coef > 0:
         reference = held_already(path, path, student, teachers) or build.teacher_engine(

@@ -1,9 +1,11 @@
 """Process groups and time-outs of a training process."""
 
+import os
 from pathlib import Path
 
 import pytest
 
+from smopd.engine.process import runs
 from tests.patience import HANG_SECONDS
 from tests.ranks import on_ranks, python
 
@@ -23,6 +25,16 @@ with process_group():
 def test_gloo_that_still_frees_tensors_does_not_abort_the_end() -> None:
     ran = python("-c", LEFT_TO_GLOO)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_a_process_whose_name_is_cut_inside_a_character_runs() -> None:
+    comm = Path("/proc/self/comm")
+    before = comm.read_bytes()
+    comm.write_bytes("\u00fc".encode()[:1])
+    try:
+        assert runs(os.getpid())
+    finally:
+        comm.write_bytes(before.rstrip(b"\n"))
 
 
 TWO = """

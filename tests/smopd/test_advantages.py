@@ -112,6 +112,13 @@ def test_a_reward_hardly_ever_earned_counts_at_most_twenty_times():
     assert rare / dense == pytest.approx(math.sqrt(8) / 0.05 / (2 * math.sqrt(7 / 8) / rms), rel=1e-4)
 
 
+@pytest.mark.parametrize("value", [0.7, 123456789.1])
+def test_equal_rewards_of_a_group_give_no_advantage(value):
+    rewards_RK = torch.full((6, 3), value, dtype=torch.float64)
+    adv_R, _ = ESTIMATORS["dvao"](rewards_RK, torch.zeros(6).long(), weights_K=torch.tensor(WEIGHTS).double())
+    assert adv_R.eq(0).all()
+
+
 def _rank(rank, store, folder):
     """Rank 0 has two groups, rank 1 one, rank 2 none."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)

@@ -83,9 +83,21 @@ def test_what_is_no_secret_is_kept(monkeypatch):
         "use_auth": True,
         "text": "a bearer token: max_new_tokens=32, opd.tail: got 'x', write to a@b.c",
     }
+    run, path = {"stage": "train", "label": "a"}, "no_secret:reward"
+    plain["runs"] = dict.fromkeys(["token", "no_auth", "api_key"], run)
+    imported = ("function", "source", "map", "factory", "environment", "target", "optimizer")
+    plain |= dict.fromkeys(imported, path) | {"trackers": [path]}
     assert redacted(plain) == plain and printable(plain["text"]) == plain["text"]
     settings = load("quickstart").values
     assert redacted(settings) == settings
+
+
+def test_a_secret_in_a_run_that_is_named_as_one_is_hidden():
+    def runs(secret):
+        kwargs = {"password": secret, "url": f"http://h/v1?api_key={secret}"}
+        return {"runs": {"token": {"stage": "train", "set": {"rollout": {"environment_kwargs": kwargs}}}}}
+
+    assert redacted(runs(NOT_SAID)) == runs(REDACTED)
 
 
 def test_settings_are_written_without_secrets():

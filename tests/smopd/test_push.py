@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from smopd.config.settings import Settings
-from smopd.push import main
+from smopd.push import main, stage
 from smopd.report.summary import write_card
+from tests.engine.remote.conftest import Loopback
 from tests.smopd.recipes import ROOT, TINY
 
 
@@ -20,6 +21,7 @@ def run(tmp_path: Path) -> Path:
     student = tmp_path / "student"
     (student / "export").mkdir(parents=True)
     (student / "export/config.json").write_text("{}")
+    (student / "done.json").write_text('{"steps": 4}')
     (student / "evaluation.json").write_text(json.dumps({"greedy/accuracy": 2.5, "greedy/format": None}))
     (tmp_path / "report.html").write_text("report")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings.model_dump(mode="json")))
@@ -40,6 +42,20 @@ def test_a_card_has_results_rewards_and_teachers(run: Path) -> None:
     assert title in " ".join(text.split())
 
 
+def test_a_card_tells_no_password_of_a_teacher(run: Path) -> None:
+    models = [{"model": f"http://me:hunter2@{name}:1", "reward": name} for name in ("accuracy", "format")]
+    taught = Settings.model_validate(TINY | {"teachers": {"models": models}})
+    write_card(taught, run.parent, "student", run / "export")
+    card = (run / "export/README.md").read_text()
+    assert "- Teachers: http://accuracy:1, http://format:1" in card and "hunter2" not in card
+
+
+def test_a_card_tells_how_far_its_own_model_was_trained(run: Path) -> None:
+    (run / "done.json").write_text('{"steps": 2}')
+    write_card(Settings.model_validate(TINY), run.parent, "student", run / "export")
+    assert "2 of 4 steps" in (run / "export/README.md").read_text()
+
+
 def test_a_dry_run_writes_the_folder_and_uploads_nothing(run: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda *_, **__: pytest.fail("uploaded"))
     for _ in range(2):
@@ -49,6 +65,31 @@ def test_a_dry_run_writes_the_folder_and_uploads_nothing(run: Path, monkeypatch,
     assert names == {"README.md", "config.json", "recipe.yaml", "report.html"}
     assert not (run / "push/README.md").samefile(run / "export/README.md"), "it may be edited"
     assert (run / "push/recipe.yaml").read_text() == (run.parent / "config.yaml").read_text()
+
+
+def test_an_adapter_is_pushed_with_its_weights(run: Path) -> None:
+    weights = run / "export/adapter/adapter_model.safetensors"
+    weights.parent.mkdir()
+    weights.touch()
+    assert (stage(run) / "adapter" / weights.name).samefile(weights)
+
+
+def test_a_link_to_a_run_is_pushed_with_its_recipe(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    run.symlink_to(run.rename(tmp_path / "other" / "student"))
+    assert (stage(run) / "recipe.yaml").read_text() == (tmp_path / "config.yaml").read_text()
+
+
+def test_an_error_of_the_hub_is_one_line(run: Path, monkeypatch, capsys) -> None:
+    hub = Loopback(lambda path, body: (401, {}))
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    for said in ("401", "Connection refused"):
+        with pytest.raises(SystemExit, match="2"):
+            main([str(run), "me/tiny"])
+        error = capsys.readouterr().err
+        assert "cannot be pushed to me/tiny: " in error and said in error and error.count("\n") == 1
+        hub.stop()
 
 
 def test_a_push_makes_the_repository_and_uploads_the_folder(run: Path, monkeypatch, capsys) -> None:

@@ -17,13 +17,13 @@ class Endpoint:
     """
 
     def __init__(self, script=lambda count: None):
-        self.script, self.bodies, self.offset = script, [], 0.0
+        self.script, self.bodies, self.offset, self.length = script, [], 0.0, 512
 
     def __call__(self, path, body):
         if path == "/health":
             return 200, {}
         if path == "/v1/models":
-            return 200, {"data": [{"id": "judge", "max_model_len": 512}]}
+            return 200, {"data": [{"id": "judge", "max_model_len": self.length}]}
         assert path == "/classify"
         asked = json.loads(body)
         probed = asked["input"] == PROBE
@@ -54,10 +54,11 @@ def test_a_server_is_sent_our_ids_and_asked_again_when_busy(loopback, tmp_path):
 
 def test_a_server_of_another_model_is_removed(loopback):
     first, same, other = (Endpoint() for _ in range(3))
-    other.offset = 0.5
+    other.offset, other.length = 0.5, 64
     urls = [loopback(each).url for each in (first, same, other)]
     model = RemotePreferenceModel(urls)
     assert [*model._servers.removed] == urls[2:] and "the first server" in model._servers.removed[urls[2]]
+    assert model.max_tokens == 512
     other.offset, same.offset = 0.0, 0.5
     model._servers.remove(urls[1], "gone")
     assert model.score([(1, 2), (3,)], 100) == [3 / 16, 3 / 16]

@@ -2,14 +2,17 @@
 
 import json
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from smopd.engine.errors import NoServer
 from smopd.engine.remote.rollout import GENERATE, PROBE, RemoteRollout
 from smopd.engine.remote.servers import Servers
 from smopd.engine.types import Sampling
+from tests.ranks import forks
 
 VOCABULARY, END = 50, 1
 SAMPLING = Sampling(n=4, max_new_tokens=3)
@@ -144,6 +147,27 @@ def test_a_server_that_breaks_off_while_it_takes_weights_is_removed(sampling):
     assert "/finish_weight_update" not in servers[0].calls
     last = [call for call in servers[1].calls if call.startswith(("/finish", "/reset"))]
     assert last == ["/finish_weight_update", "/reset_prefix_cache"], "no position is served of old weights"
+
+
+def _rank(rank, store, url, broken, raised):
+    def weights():
+        yield WEIGHTS[0]
+        if rank in broken:
+            raise ValueError(f"of rank {rank}")
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    rollouts = RemoteRollout(Servers([url]), [END], 8, VOCABULARY)
+    rollouts.run = "run"
+    with pytest.raises(ValueError, match=raised[rank]) if raised[rank] else nullcontext():
+        rollouts.load_weights(weights(), 1)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("broken", "raised"), [((0, 1), ["of rank 0"] * 2), ((1,), [None, "of rank 1"])])
+def test_ranks_whose_weights_break_off_wait_for_each_other(loopback, tmp_path, broken, raised):
+    server = Sampler(loopback, with_(token_ids=(0,), logps=(0.0,)))
+    server.label = "run-1"
+    forks(_rank, (tmp_path / "store", server.url, broken, raised), nprocs=2)
 
 
 def test_a_server_with_another_config_is_removed_at_the_sync(sampling):

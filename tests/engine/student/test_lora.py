@@ -97,6 +97,14 @@ def test_merged_weights_and_the_adapter_on_its_base_agree(tmp_path, device, tied
     torch.testing.assert_close(trained.logps(rollouts, 1.0), expected_N, rtol=1e-4, atol=1e-5)
 
 
+def test_an_adapter_names_its_base_wherever_it_is_read(tmp_path, device, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny_model().save_pretrained("base")
+    trained = Student(AutoModelForCausalLM.from_pretrained("base"), settings_of(lora=LORA), device)
+    config = peft.PeftConfig.from_pretrained(trained.adapter(tmp_path / "adapter"))
+    assert config.base_model_name_or_path == str(tmp_path / "base")
+
+
 def test_what_cannot_be_adapted_is_refused(device):
     for targets, got in ((["lm_head"], "'lm_head'"), (["q_proj", "nothing"], "'nothing', 'q_proj'")):
         with pytest.raises(ValueError, match=rf"got \[{got}\], expected names among \['down_proj'"):

@@ -29,6 +29,10 @@ QWEN = {
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
+def test_an_argument_that_is_null_is_not_given():
+    assert settings(tensor_parallel_size=None, seed=None) == SETTINGS
+
+
 @pytest.mark.parametrize("place", ["behind", "last", "absent"])
 def test_a_tied_head_goes_with_its_embedding_and_nothing_is_kept(tmp_path, place):
     model = tiny_model(tied=True)

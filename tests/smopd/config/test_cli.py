@@ -178,6 +178,7 @@ def test_all_mistakes_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) 
     ("words", "line"),
     [
         ("--stge merge", "--stge: no such option; did you mean --stage?"),
+        ("--loop.² 1", "loop.²: no such setting; there are "),
         ("--seed.x 3", "seed.x: seed is 5, not a section"),
         ("--opd.product.x 1", f"opd.product: {ANSWERS['opd.product']}"),
         ("--opd.support product", "opd.support: product was removed; use merge.method weights, which did"),
@@ -214,6 +215,17 @@ def test_a_file_that_is_no_recipe(folder: Path, capsys: pytest.CaptureFixture[st
     (folder / "r.yaml").write_text(text)
     (said,) = mistakes(capsys, "r.yaml")
     assert said.startswith(f"r.yaml{line}")
+
+
+def test_a_folder_is_no_recipe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (said,) = mistakes(capsys, ".")
+    assert said.startswith("no recipe '.'; there are quickstart")
+
+
+def test_a_mistake_in_a_list_is_in_the_file_that_the_list_is_from(folder: Path, capsys) -> None:
+    (folder / "top.yaml").write_text("extends: tiny.yaml\nrewards:\n  - {name: accuracy, range: [-3, 3]}\n")
+    line = "top.yaml:3: rewards.0.function: missing, expected package.module:function"
+    assert mistakes(capsys, "top.yaml") == [line]
 
 
 def test_extends_is_relative_to_its_file_and_later_files_win(folder: Path) -> None:
@@ -264,6 +276,8 @@ def test_the_plan_follows_the_recipe_and_the_finished_runs(folder: Path) -> None
     assert "gdpo" in describe(parse(longer)) and "continues after step 100" in describe(parse(longer))
     shown = describe(parse(["tiny.yaml", "--dry-run", "--only", "smopd"])).splitlines()
     assert len(shown) == 4 and "teachers format_teacher" in shown[2] and "base, smopd" in shown[3]
+    evaluated = describe(parse(["tiny.yaml", "--dry-run", "--stage", "evaluate", "--only", "gdpo"]))
+    assert evaluated.splitlines()[1:] == ["  evaluate    base, gdpo"]
 
 
 def test_help_names_every_section_and_setting(capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,6 +55,7 @@ def test_a_run_without_teachers_is_balanced_over_the_batch_unless_an_estimator_i
 
 GATE, LONG = "--opd.gate.kind token", "x" * 5000
 LAGGED = "--loop.async_level 1 --loss.old_logps rollout"
+TWICE = "--runs.three.stage merge --teachers.models.1.model one"
 VLLM = "--rollout.engine vllm --rollout.vllm.engine_kwargs"
 
 
@@ -90,6 +91,7 @@ VLLM = "--rollout.engine vllm --rollout.vllm.engine_kwargs"
         ("--rollout.transfer inline", "rollout.transfer: inline needs servers"),
         ("--teachers.models.1.reward c", "teachers.models.1.reward: no reward 'c', expected one of"),
         ("--teachers.models.1.model http://b:1", "teachers.models: got both URLs and models"),
+        (f"{TWICE} --merge.method weights", "teachers.models: got ['one', 'one'], expected different models"),
         (f"{GATE} --opd.gate.floor 0.6", "opd.gate.floor: got 0.6, expected at most 1 / 2 teachers"),
         (f"{GATE} --rewards.0.range 0 1", "rewards.1.range: the gate needs [lo, hi] or batch for 'b'"),
         ("--opd.divergence reverse_kl_sampled --opd.target m:f", "opd.target: got m:f, which opd.divergence"),

@@ -97,6 +97,8 @@ def test_files_of_every_form_give_the_same_rows(write, tmp_path, monkeypatch, na
     assert load_rows(write(ROWS, name)) == ROWS
     write(ROWS[:1], f"b{name[1:]}")
     assert load_rows(str(tmp_path / f"?{name[1:]}")) == [*ROWS, ROWS[0]]
+    write(ROWS[:1], f"c1{name[1:]}")
+    assert load_rows(write(ROWS, f"c[1]{name[1:]}")) == ROWS, "not those of c1"
 
 
 def test_a_file_that_is_written_during_its_use_is_named(write):
@@ -117,8 +119,24 @@ def test_saved_data_sets_and_arrow_files(tmp_path):
     assert load_rows(str(tmp_path / "one")) == load_rows(str(tmp_path / "two")) == ROWS
     assert load_rows(str(tmp_path / "two"), kwargs={"split": "test"}) == ROWS[1:]
     assert load_rows(str(tmp_path / "one" / "*.arrow")) == ROWS
-    with pytest.raises(ValueError, match="two: cannot be read, split 'dev'"):
-        load_rows(str(tmp_path / "two"), kwargs={"split": "dev"})
+    for name, kwargs, why in (
+        ("two", {"split": "dev"}, "split 'dev'"),
+        ("one", {"split": "test"}, r".*takes no 'split'"),
+        ("two", {"splt": "test"}, r".*takes no 'splt'"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: cannot be read, {why}"):
+            load_rows(str(tmp_path / name), kwargs=kwargs)
+
+
+@pytest.mark.parametrize(("name", "kwargs"), [("json", {}), ("rows", {"streaming": True})])
+def test_a_folder_gives_the_rows_of_its_files(write, tmp_path, monkeypatch, name, kwargs):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    Path(name).mkdir()
+    write(ROWS, f"{name}/a.jsonl")
+    write(ROWS[:1], "train.jsonl")
+    rows = open_rows(name, kwargs=kwargs)
+    assert len(rows) == 2 and [*rows] == ROWS
 
 
 def test_arrow_fills_nested_objects_with_nothing(write, tokenizer, tmp_path, monkeypatch):
@@ -160,12 +178,17 @@ def test_a_hub_data_set_is_loaded_by_id(monkeypatch):
     rows = load_rows("owner/name", kwargs={"revision": "v1"})
     assert rows == [{"given": ("owner/name",), "split": "train", "revision": "v1"}]
 
-    def fails(*given, **options):
-        raise ConnectionError("no network")
+    def fails(*given, error, **options):
+        raise error
 
     monkeypatch.setattr(datasets, "load_dataset", fails)
-    with pytest.raises(FileNotFoundError, match=r"'a/b' is neither a file here nor .* \(no network\)"):
-        load_rows("a/b")
+    for error, kind, message in (
+        (ConnectionError("why"), FileNotFoundError, r"'a/b' is neither a file here nor .* \(why\)"),
+        (RuntimeError("why"), ValueError, r"a/b: cannot be read \(why\)"),
+        (datasets.exceptions.DatasetGenerationError("why"), ValueError, r"a/b: cannot be read \(why\)"),
+    ):
+        with pytest.raises(kind, match=message):
+            load_rows("a/b", kwargs={"error": error})
 
 
 @pytest.mark.parametrize(
@@ -338,6 +361,7 @@ def test_evaluation_prompts_have_a_limit_of_their_own_and_are_never_dropped(writ
         ({"prompt": [{**CHAT[1], "content": [{"type": "image"}]}]}, "message 0 has the part .*'image'.*, e"),
         ({"prompt": "a", "tools": "[3]"}, r"row 1: tools is '\[3\]', expected a list of JSON"),
         ({"prompt": "a", "tools": "[" * 100_000}, r"row 1: tools is '\[\[.*expected a list of JSON"),
+        ({"prompt": "a", "chat_template_kwargs": "{think"}, "row 1: chat_template_kwargs is '{think', exp"),
         ({"prompt": "a", "chat_template_kwargs": [1]}, r"row 1: chat_template_kwargs is '\[1\]', expected"),
         ({"prompt": [{**CHAT[1], "content": None}]}, "message 0 is .*expected texts role and content"),
         ({"prompt": "a", "training_step": 1}, "row 1: got the column 'training_step', expected another name"),

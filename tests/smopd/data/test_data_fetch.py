@@ -67,6 +67,8 @@ def test_a_file_is_fetched_once_and_a_flipped_byte_refused(upstream, tmp_path, c
     assert str(known.files[0].sha256 or GIT_SHA1) in failure and left(tmp_path / "wrong") == []
     there = tmp_path / "right/one/a.bin"
     assert left(tmp_path / "right") == ["one/a.bin"] and there.read_bytes() == content
+    (tmp_path / "mine").touch()
+    assert there.stat().st_mode == (tmp_path / "mine").stat().st_mode, "that of any file"
     there.write_bytes(b"mine")
     (failure,), _ = fetching.fetch([known], tmp_path / "right")
     assert "delete it to download it again" in failure and there.read_bytes() == b"mine"

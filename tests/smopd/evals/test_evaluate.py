@@ -16,7 +16,7 @@ from smopd.evals import rlla
 from smopd.evals.responses import spread
 from smopd.evals.suite import Column
 from smopd.evaluate import intervals
-from tests.smopd.recipes import evaluated, save_world, write_lines
+from tests.smopd.recipes import evaluated, json_lines, save_world, write_lines
 
 TRUTHS = [
     rlla.TOOL_THINK + '\n<tool_call>\n{"name": "find", "parameters": {"city": "Oslo"}}\n</tool_call>',
@@ -68,6 +68,20 @@ def test_every_response_is_kept_with_its_scores(data, tmp_path):
     assert shown == [[3.0, 1.0, "0", TRUTHS[0], TRUTHS[0]], [0.0, 0.0, "1", "Hello.", TRUTHS[1]]]
     assert (scores["accuracy"], scores["format_pass"], scores["mean"], scores["n"]) == (1.5, 0.5, 2.0, 2)
     assert scores["truncated"] == 1
+    responses = write_lines(tmp_path / "turned", [{"response": TRUTHS[key], "key": key} for key in (1, 0)])
+    assert evaluated("rlla", tmp_path / "out", "--responses", responses, "--data", data)[0]["mean"] == 2.5
+
+
+def test_a_part_replaces_no_file_of_all_responses(data, tmp_path, capsys):
+    _, kept = evaluated("rlla", tmp_path, "--responses", "ground-truth", "--data", data)
+    own = tmp_path / "rlla_items.jsonl"
+    words = ["--data", data, "--limit", "1", "--responses"]
+    with pytest.raises(SystemExit):
+        evaluated("rlla", tmp_path, *words, own)
+    assert "--output: a part would replace all responses of" in capsys.readouterr().err
+    assert json_lines(own) == kept
+    part = evaluated("rlla", tmp_path / "part", *words, own)[1]
+    assert evaluated("rlla", tmp_path / "part", *words, tmp_path / "part" / own.name)[1] == part
 
 
 @pytest.mark.parametrize(
@@ -103,6 +117,14 @@ def test_a_mistake_is_one_line(data, tmp_path, monkeypatch, capsys, arguments, m
     error = capsys.readouterr().err
     assert ended.value.code == 2 and message in error and error.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_suite_whose_module_breaks_off_is_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "broken.py").write_text("class Suite:\n    columns = undefined\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        evaluate.main(["broken:Suite"])
+    assert "broken:Suite raised NameError: name 'undefined' is not" in capsys.readouterr().err
 
 
 class Shares:

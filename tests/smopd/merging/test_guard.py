@@ -91,6 +91,11 @@ def test_levels_go_from_the_whole_to_the_most_trimmed() -> None:
     assert found[2][1].parts == (Part(keep=0.1, exclude="self_attn"), Part())
 
 
+def test_near_shares_have_names_of_their_own() -> None:
+    found = [each.name for level in levels(merge({"keep": [0.1234567, 0.1234568]})) for each in level]
+    assert found == ["plain sum", "a (keep 0.1234568) + f", "a (keep 0.1234567) + f"]
+
+
 def test_the_engine_gets_a_tied_head(tmp_path, monkeypatch):
     paths, given = saved(tmp_path, tied=True), []
     engine = SimpleNamespace(policy_version=0, load_weights=lambda weights, _: given.extend(dict(weights)))

@@ -116,10 +116,29 @@ def test_a_tied_head_goes_to_an_engine_under_both_names_and_may_be_stored_twice(
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, file)
     TaskVectors(paths[0], paths[1:])
+    merged = dict(TaskVectors(paths[1], paths[2:]).merged([Part(scale=0.5)]))
+    assert merged["lm_head.weight"].equal(merged["model.embed_tokens.weight"]), "stored twice in the base"
     tensors["lm_head.weight"][0, 0] += 1
     save_file(tensors, file)
     with pytest.raises(ValueError, match=r"model1: lm_head.weight differs from model.embed_tokens.weight"):
         TaskVectors(paths[0], paths[1:])
+
+
+def test_a_merge_has_what_describes_its_base_and_may_be_written_and_read(tmp_path: Path) -> None:
+    """No other form of the base's weights, whose folder is read-only."""
+    base, *models = map(Path, saved(tmp_path))
+    other = "model.gguf onnx/model.onnx original/params.json README.md .git/HEAD tf_model.h5"
+    for name in (*other.split(), "code/own.py"):
+        (base / name).parent.mkdir(exist_ok=True)
+        (base / name).touch()
+    for folder in (base / "code", base):
+        folder.chmod(0o555)
+    assert merge([*map(str, models), "--base", str(base), "--output", str(tmp_path / "out")]) == 0
+    found = {str(path.relative_to(tmp_path / "out")): path for path in (tmp_path / "out").rglob("*")}
+    described = "model.safetensors config.json generation_config.json code code/own.py"
+    assert found.keys() == {*described.split(), "manifest.json", "manifest.sha256"}
+    assert found["model.safetensors"].stat().st_mode & 0o777 == 0o644
+    assert all(path.stat().st_mode & 0o200 for path in (tmp_path / "out", *found.values()))
 
 
 def lora(folder: Path, base: str, seed: int, rank: int, targets: list[str], **config: Any) -> str:
@@ -168,6 +187,9 @@ def test_an_adapter_that_cannot_be_merged_is_refused(tmp_path: Path, capsys) -> 
     foreign = lora(tmp_path / "foreign", other, 1, 2, ["q_proj"])
     dora = lora(tmp_path / "dora", base, 1, 2, ["q_proj"], use_dora=True)
     output = ("--output", tmp_path / "out")
+    for start in ("pissa_niter_4", "olora"):
+        changed = lora(tmp_path / start, base, 1, 2, ["q_proj"], init_lora_weights=start)
+        assert f"{start}: init_lora_weights is '{start}', which changes" in mistake(capsys, changed, *output)
     said = r"foreign: is an adapter of .*model1, expected one of .*model0"
     assert re.search(said, mistake(capsys, plain, foreign, *output))
     assert "dora: use_dora is True, expected none: only plain LoRA merges" in mistake(capsys, dora, *output)

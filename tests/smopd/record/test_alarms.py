@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from smopd.record.alarms import Watch, alarms_of
+from smopd.record.files import JsonlLog
 from smopd.report.page import Report, write_report
 
 WELL = {
@@ -56,6 +57,16 @@ def test_what_raises_no_alarm():
     for line in (AT_THE_LIMITS, SATURATED, dict.fromkeys(WELL), dict.fromkeys(WELL, math.nan)):
         watch = Watch()
         assert [watch.see(values) for values in [WELL] + [WELL | line] * 10] == [[]] * 11, line
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_the_screen_tells_what_the_file_with_its_nulls_does(tmp_path: Path, number: float):
+    odd = WELL | {"reward/a/mean": number, "rollout_mismatch": number}
+    lines = [{"step": 1, **odd}, *({"step": step, **WELL, **RARE} for step in range(2, 13))]
+    log, watch = JsonlLog(tmp_path / "metrics.jsonl"), Watch()
+    log.replace(lines)
+    screen = [(line["step"], advice) for line in lines for advice in watch.see(line)]
+    assert screen == [alarm[:2] for alarm in alarms_of(log.read())]
 
 
 def test_the_report_has_what_the_screen_said(tmp_path: Path):

@@ -177,6 +177,13 @@ def test_terms_are_means_over_updates_and_the_mismatch_is_of_the_first(device, t
     assert terms == pytest.approx(means.tolist()) and 0 < found["rollout_mismatch"] < 9
 
 
+def test_a_deviation_beyond_the_numbers_is_nan():
+    metrics = Metrics(torch.device("cpu"))
+    metrics.add("reward", torch.tensor([1e200, 3e200], dtype=torch.float64), spread=True)
+    found = metrics.reduce()
+    assert found["reward/mean"] == pytest.approx(2e200) and math.isnan(found["reward/std"])
+
+
 def test_a_resumed_run_repeats_no_alarm(tmp_path):
     line = {"step": 1, "grad_norm": 1.0, "rollout_mismatch": 1.0}
     with Recorder(tmp_path, "run", settings_of(), Numbers()) as recorder:

@@ -63,6 +63,15 @@ def test_report_is_self_contained_and_escapes_everything(tmp_path: Path) -> None
     assert "http:" not in page.source and "https:" not in page.source
 
 
+def test_a_report_tells_no_password_of_a_teacher(tmp_path: Path) -> None:
+    url = "http://me:hunter2@here:1"
+    tokens = {"one": [{"step": 1, "teachers": [url], "prompt": "p", "tokens": [{"text": "a"}]}]}
+    metrics = {"one": [{"step": 1, "kl": 0.1, "teacher_0/top_kappa_mass": 1.0}]}
+    page = Page(tmp_path / "report.html", Report("t", metrics=metrics, tokens=tokens, teachers=[url]))
+    assert "http://here:1" in page.seen and "here:1: probability of its top tokens" in page.seen
+    assert "hunter2" not in page.source
+
+
 def test_report_draws_the_finite_values_of_each_run(tmp_path: Path) -> None:
     key = "reward/a/mean"
     values = {1: 0.0, 2: None, 5: 2.0}

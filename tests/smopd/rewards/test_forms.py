@@ -69,6 +69,11 @@ def compute_parts(solution_str, ground_truth, step=0):
     return float(solution_str == ground_truth), 1.0, step
 
 
+def compute_calls(solution_str, ground_truth, extra_info):
+    extra_info["calls"] = extra_info.get("calls", 0) + 1
+    return extra_info["calls"]
+
+
 def truthful(prompts, completions, ground_truth):
     return ground_truth
 
@@ -126,6 +131,7 @@ def test_verl_scores_one_response_at_a_time():
     assert call(compute_with_ids, columns=ids) == [3, 2], "any column, and what TRL passes"
     assert call(of_one, columns={"answer": ["four", "4"]}) == [2, 1], "as verifiers' functions of a rubric"
     assert call(compute_parts, columns=truths) == [0, 1], "the sum, then its parts"
+    assert call(compute_calls, columns=truths) == [1, 1], "each response has an extra_info of its own"
     assert call(spread) == [0, 0]
     assert call(truthful, columns=truths) == ["4", "5"], "whatever the form"
 

@@ -79,6 +79,13 @@ def test_templates_and_truncation(model, tmp_path, caplog):
     assert reward(folder, ["a", "b"], ["", "c"], template="{{ messages[1]['content'] }}")[0] is None
 
 
+@pytest.mark.parametrize("template", [None, PLAIN_TEMPLATE])
+def test_content_in_parts_is_scored_as_its_text(model, template):
+    parts = [{"type": "text", "text": text} for text in ("How are", "you?")]
+    prompts = [[{"role": "user", "content": content}] for content in (parts, tuple(parts), "How are\nyou?")]
+    assert len(set(reward(model[0], prompts, ["Fine."] * 3, template=template))) == 1
+
+
 def test_the_model_is_loaded_once(model, tmp_path):
     save(tmp_path, byte_tokenizer(), seed=3)
     first = reward(str(tmp_path))

@@ -160,6 +160,14 @@ def test_rewards_get_their_columns_and_are_kept_in_order():
         assert batch.rewards_RK[:3, 0].tolist() == [3e6] * 3 and len(batch.rewards_RK) == 50_003
 
 
+def test_responses_to_a_prompt_share_no_value():
+    chat, facts = [1.0], [[2.0]]
+    takes = "result = [prompt.pop() + row[0].pop() for prompt, row in zip(prompts, columns['facts'])]"
+    with pool_running({"takes": takes}) as pool:
+        batch = pool.score([chat] * 2, ["a", "bb"], {"facts": [facts] * 2})
+        assert batch.rewards_RK[:, 0].tolist() == [3.0, 3.0]
+
+
 def test_rewards_run_at_once():
     pairs = [{"me": "one", "other": "two"}, {"me": "two", "other": "one"}]
     rewards = [Reward(name=each["me"], function="reward_functions:meets", kwargs=each) for each in pairs]

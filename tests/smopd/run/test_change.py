@@ -1,11 +1,14 @@
 """Run directories with changed settings: more steps, free changes, `--change`; exported checkpoints."""
 
+import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 
+from smopd.engine.models.loading import allow_custom_code
+from smopd.engine.student.checkpoint import write_manifest
 from smopd.export import main as export
 from smopd.train import main as command
 from tests.smopd.recipes import json_lines, metric_lines, train_here, write_recipe
@@ -121,7 +124,9 @@ def test_a_checkpoint_becomes_a_model_folder(trained, tmp_path, capsys):
     assert made["last"] == (run / "export" / weights).read_bytes() != made["2"]
     assert made["best"] == made["2" if best == 2 else "last"]
     assert (tmp_path / "2/tokenizer.json").exists() and (tmp_path / "2/config.json").exists()
-    assert "2 of 4 steps" in (tmp_path / "2/README.md").read_text()
+    cards = {name: (tmp_path / name / "README.md").read_text() for name in ("2", "last")}
+    assert "2 of 4 steps" in cards["2"] and "(this model)" not in cards["2"], "the results are of step 4"
+    assert "4 of 4 steps" in cards["last"] and "(this model)" in cards["last"]
     for words, said in (
         (["--step", "3"], "--step: got 3, expected a kept checkpoint"),
         (["--best", "greedy/summ"], "'greedy/summ'; did you mean greedy/sum?"),
@@ -132,6 +137,35 @@ def test_a_checkpoint_becomes_a_model_folder(trained, tmp_path, capsys):
         assert said in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         export([str(run), "--output", str(tmp_path / "2")])
+
+
+OWN_CODE = """
+from transformers import Qwen2Config, Qwen2ForCausalLM
+class OwnConfig(Qwen2Config): model_type = "own"
+class Own(Qwen2ForCausalLM): config_class = OwnConfig
+"""
+
+
+def test_a_run_of_a_model_with_code_of_its_own_is_exported_if_its_settings_allow_that(four, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(four / "modules"))
+    base, settings = four / "four/base/export", four / "four/config.yaml"
+    own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"model_type": "own", "auto_map": own}))
+    (base / "own.py").write_text(OWN_CODE)
+    write_manifest(base, {})
+    settings.write_text(settings.read_text().replace("trust_remote_code: false", "trust_remote_code: true"))
+    try:
+        assert export([str(four / "four" / RUN), "--output", str(four / "model")]) == 0
+    finally:
+        allow_custom_code(False)
+    assert json.loads((four / "model/config.json").read_text())["model_type"] == "own"
+
+
+def test_a_link_to_a_run_is_exported(four):
+    run = four / "four" / RUN
+    run.symlink_to(run.rename(four / RUN))
+    assert export([str(run), "--output", str(four / "model")]) == 0
 
 
 def test_a_dry_run_tries_the_rewards_and_writes_nothing(trained, tmp_path, monkeypatch, capsys):

@@ -1,7 +1,10 @@
 """The run directory: its lock, its settings, and links in the way."""
 
 import errno
+import locale
+import math
 import os
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -9,12 +12,14 @@ import pytest
 from smopd.config.recipe import write_yaml
 from smopd.config.settings import Settings
 from smopd.engine.files import empty_partial, replace_folder
+from smopd.engine.student.checkpoint import UnusableCheckpoint, require_whole, write_manifest
 from smopd.run import lease
 from smopd.run.base import initial_model
-from smopd.run.folder import ConfigMismatch, lock_run_dir, write_settings
+from smopd.run.folder import ConfigMismatch, changes, compare_inputs, lock_run_dir, write_settings
 from smopd.run.lease import RunDirLocked
 from tests.ranks import python
-from tests.smopd.run.invariance_worker import SETTINGS
+from tests.smopd.recipes import json_lines
+from tests.smopd.run.invariance_worker import SETTINGS, settings_of
 
 MADE = Settings.model_validate(SETTINGS)
 LOST = """
@@ -27,6 +32,11 @@ with lease.lease(run): {}; lease.time.sleep(60)
 def assert_refused(folder, error, match, settings=MADE):
     with pytest.raises(error, match=match), lock_run_dir(folder, settings):
         pass
+
+
+def with_kwargs(**kwargs):
+    dense, sparse = SETTINGS["rewards"]
+    return settings_of(rewards=[{**dense, "kwargs": kwargs}, sparse])
 
 
 def test_a_removed_lock_file_opens_no_second_way_in_and_no_folder_is_named(tmp_path):
@@ -49,6 +59,38 @@ def test_settings_that_cannot_be_read_are_named(tmp_path):
     }.items():
         (tmp_path / "config.yaml").write_bytes(content)
         assert_refused(tmp_path, ConfigMismatch, rf"(?s)config\.yaml: .*{said}")
+
+
+def test_settings_are_read_in_any_locale(tmp_path):
+    (tmp_path / "student/export").mkdir(parents=True)
+    before, settings = locale.setlocale(locale.LC_CTYPE), settings_of(description="Ü")
+    write_settings(tmp_path, settings, dict)
+    locale.setlocale(locale.LC_CTYPE, "C")
+    try:
+        assert changes(tmp_path, settings) == []
+    finally:
+        locale.setlocale(locale.LC_CTYPE, before)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "found"),
+    [
+        (MADE, settings_of(scoring={"special_tokens": False}), ["scoring.special_tokens"]),
+        (with_kwargs(), with_kwargs(limit=None), ["rewards.0.kwargs.limit"]),
+        (with_kwargs(limit=math.nan), with_kwargs(limit=math.nan), []),
+    ],
+    ids=["special tokens", "null for nothing", "the same NaN"],
+)
+def test_settings_that_differ_are_noticed_and_no_others(tmp_path, before, now, found):
+    (tmp_path / "student/export").mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text(write_yaml(before))
+    assert [each.setting for each in changes(tmp_path, now)] == found
+
+
+def test_a_date_in_a_recipe_is_recorded(tmp_path):
+    write_settings(tmp_path, with_kwargs(since=date(2024, 1, 31)), dict)
+    (line,) = json_lines(tmp_path / "commands.jsonl")
+    assert line["settings"]["rewards.0.kwargs.since"] == "2024-01-31"
 
 
 def test_settings_may_be_corrected_until_something_is_made_with_them(tmp_path):
@@ -101,6 +143,66 @@ def test_the_bases_evaluation_goes_with_what_it_depends_on(tmp_path):
         (tmp_path / "base/evaluation.json").touch()
         write_settings(tmp_path, settings, lambda: {"rewards.0.function": {"mine": code}})  # noqa: B023
         assert (tmp_path / "base/evaluation.json").exists() == stays
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "stays"),
+    [
+        (MADE, settings_of(scoring={"special_tokens": False}), False),
+        (MADE, settings_of(data={"max_prompt_tokens": 9}), False),
+        (MADE, settings_of(data={"overlong": "error"}), False),
+        (with_kwargs(limit=math.nan), with_kwargs(limit=math.nan), True),
+    ],
+    ids=["special tokens", "max_prompt_tokens", "overlong", "the same NaN"],
+)
+def test_the_bases_evaluation_goes_with_settings_of_its_prompts_and_texts(tmp_path, before, now, stays):
+    write_settings(tmp_path, before, dict)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/evaluation.json").touch()
+    write_settings(tmp_path, now, dict)
+    assert (tmp_path / "base/evaluation.json").exists() == stays
+
+
+def test_a_refused_command_keeps_the_bases_evaluation(tmp_path):
+    for run in ("student", "base"):
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "evaluation.json").touch()
+    write_settings(tmp_path, MADE, lambda: {"rewards.0.function": {"mine": "1"}})
+    with pytest.raises(ConfigMismatch, match=r"rewards.0.function \(mine\): was '1', now '2'"):
+        write_settings(tmp_path, MADE, lambda: {"rewards.0.function": {"mine": "2"}})
+    assert (tmp_path / "base/evaluation.json").exists()
+
+
+def test_a_changed_run_begins_its_guard_anew_until_it_has_a_checkpoint(tmp_path):
+    def kept(case, changed, *made):
+        run = tmp_path / case / "student"
+        for name in ("start", *made):
+            (run / name).mkdir(parents=True)
+        (run / "merge.json").touch()
+        write_settings(tmp_path / case, MADE, dict)
+        write_settings(tmp_path / case, settings_of(**changed), dict, change=True)
+        return [name for name in ("start", "merge.json") if (run / name).exists()]
+
+    assert kept("longer", {"loop": {"steps": 9}}) == ["start", "merge.json"]
+    assert kept("saved", {"seed": 5}, "checkpoints/step_00000001") == ["start", "merge.json"]
+    assert kept("guarded", {"seed": 5}) == []
+
+
+def test_a_run_keeps_the_start_that_it_already_uses(tmp_path):
+    (tmp_path / "student/start").mkdir(parents=True)
+    for commit in "12":
+        compare_inputs(tmp_path, MADE, {"model.path": {"commit": commit}}, change=True, started=True)
+    assert (tmp_path / "student/changes.jsonl").exists() and (tmp_path / "student/start").exists()
+
+
+def test_a_damaged_model_in_the_home_folder_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m/weights").write_text("whole")
+    write_manifest(tmp_path / "m", {})
+    (tmp_path / "m/weights").write_text("damaged")
+    with pytest.raises(UnusableCheckpoint, match="m/weights: SHA-256 is"):
+        require_whole(Path("~/m"))
 
 
 @pytest.mark.parametrize("name", ["export", "export.partial"])

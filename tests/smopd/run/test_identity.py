@@ -127,6 +127,24 @@ def test_the_base_of_an_adapter_and_the_commits_of_the_hub_are_compared(tmp_path
         assert identity.hub_commits(settings) == {"teachers.models.0.model": {"commit": commit}}
 
 
+def test_an_empty_text_names_no_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").touch()
+    merge = {"method": "weights", "models": [{"model": "a/b", "exclude": [""]}]}
+    assert [*identity.identity(settings_of(merge=merge), NO_ROWS, "")] == ["data.train"]
+
+
+def test_the_file_of_deepspeeds_configuration_is_compared(tmp_path):
+    file, found = tmp_path / "zero.json", []
+    own = {"student": {"strategy": "deepspeed", "deepspeed_config": str(file)}}
+    settings = settings_of(**own, runs={"student": {"set": own}})
+    for text in ("{}", '{"zero_optimization": {}}'):
+        file.write_text(text)
+        found.append(identity.identity(settings, NO_ROWS, ""))
+    differing = {setting for setting in found[0] if found[0][setting] != found[1][setting]}
+    assert differing == {"student.deepspeed_config", "runs.student.set.student.deepspeed_config"}
+
+
 def test_a_redacted_setting_is_compared():
     found = []
     for key in ("A", "B"):

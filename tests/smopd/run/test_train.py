@@ -3,11 +3,13 @@
 import gzip
 import json
 import math
+import signal
 from html import unescape
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from smopd.run import base, pipeline
 from tests.smopd.recipes import TINY, metric_lines, train_here, write_recipe
 
 REWARDS = """
@@ -111,6 +113,23 @@ def test_stages_one_at_a_time(tmp_path):
     assert train_here(recipe, "--stage", "merge").returncode == 0
     weights = [(folder / run / "export/model.safetensors").read_bytes() for run in ("base", "student")]
     assert weights[0] != weights[1]
+
+
+def test_a_signal_in_an_export_leaves_a_finished_run(tmp_path, monkeypatch):
+    short = {"loop": {"steps": 1}, "warm_start": {"steps": 1}, "checkpoint": {"every": 0}}
+    recipe = write_recipe(tmp_path, {**short, "data": {"evaluation": None}})
+    for module, run in ((base, "base"), (pipeline, "accuracy_teacher")):
+        export = module.export
+
+        def signalled(*given, export=export):
+            signal.raise_signal(signal.SIGTERM)
+            export(*given)
+
+        monkeypatch.setattr(module, "export", signalled)
+        done = train_here(recipe, "--only", "accuracy_teacher")
+        assert done.returncode == 143 and "stopped by SIGTERM; finished runs are kept" in done.stderr
+        assert (tmp_path / "runs/tiny" / run / "done.json").exists(), run
+        monkeypatch.undo()
 
 
 def test_a_reference_policy_and_sampling_one_step_ahead(workplace):

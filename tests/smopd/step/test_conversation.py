@@ -1,5 +1,6 @@
 """Conversations: tokens, masks and endings, draws, drift of the template, and environments that fail."""
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,8 @@ from smopd.config.settings import Reward, Settings
 from smopd.data.prompts import Prompt
 from smopd.engine.local.rollout import LocalRollout
 from smopd.engine.types import Rollout, Sampling
-from smopd.rewards.environments import Answer, checked
+from smopd.names import ENVIRONMENT_THREADS
+from smopd.rewards.environments import Answer, EnvironmentHost, checked
 from smopd.rewards.pool import RewardError, RewardPool
 from smopd.step.conversation import Conversations, Environments
 from smopd.step.rewards import Rewarder
@@ -180,8 +182,10 @@ class Fails:
 
     def answer(self, state, message):
         state.append(message["content"])
-        if state[1] == "hangs":
+        if state[1].startswith("hangs"):
             time.sleep(600)
+        if state[1] == "gives up":
+            raise TimeoutError("the database did not answer")
         if state[1] == "exits":
             raise SystemExit(3)
         if state[1] == "dies":
@@ -196,6 +200,8 @@ class Waits:
 
     async def answer(self, state, message):
         await asyncio.sleep(600 if state == "hangs" else 0.01)
+        if state == "gives up":
+            raise asyncio.TimeoutError("the database did not answer")
         return [{"role": "user", "content": "3"}]
 
 def spoken(completions, **columns):
@@ -226,17 +232,44 @@ def told(worker, *names: str) -> dict[str, str | None]:
 
 
 def test_a_conversation_that_fails_leaves_the_others(environments):
+    """Nor do answers that hang take the threads or the time of others, in their turn or the next."""
     with pytest.raises(UnicodeEncodeError):  # half a character
         checked([{"role": "user", "content": "\ud800"}])
     worker = environments.of(settings_of(environment_seconds=1.0))
-    names = ["fine", "cannot begin", "exits", "floods", "mumbles", "is silent", "hangs"]
-    assert begun(worker, *names) == ["", "exception", *[""] * 5]
-    assert told(worker, *names) == dict.fromkeys(names, "exception") | {"fine": "3", "hangs": "timeout"}
+    hang = [f"hangs {i}" for i in range(ENVIRONMENT_THREADS)]
+    names = ["cannot begin", *hang, "fine", "exits", "floods", "mumbles", "is silent"]
+    assert begun(worker, *names) == ["exception", *[""] * (len(names) - 1)]
+    expected = dict.fromkeys(names, "exception") | dict.fromkeys(hang, "timeout")
+    assert told(worker, *names) == expected | {"fine": "3"}
+    begun(worker, "fine")
+    assert told(worker, "fine") == {"fine": "3"}
     assert told(worker, "fine") == {"fine": None}
     begun(worker, "fine", "dies")
     assert told(worker, "fine", "dies") == dict.fromkeys(["fine", "dies"], "worker_died")
     begun(worker, "fine")
     assert told(worker, "fine") == {"fine": "3"}, "in a new process"
+
+
+@pytest.mark.parametrize("name", ["Fails", "Waits"])
+def test_a_timeout_that_an_environment_raises_is_its_own_error(environments, caplog, name):
+    worker = environments.of(settings_of(environment=f"talkers:{name}"))
+    begun(worker, "gives up")
+    assert told(worker, "gives up") == {"gives up": "exception"}
+    assert "TimeoutError: the database did not answer" in caplog.text
+
+
+class Asks:
+    """Begins with one of the row's questions."""
+
+    def begin(self, row):
+        return row["questions"].pop()
+
+
+def test_conversations_about_one_prompt_share_no_value():
+    host, loop, questions = EnvironmentHost(f"{__name__}:Asks", {}, 60.0), asyncio.new_event_loop(), ["2+2?"]
+    host.reply(loop, True, {i: {"questions": questions} for i in range(3)})
+    loop.close()
+    assert host.states == dict.fromkeys(range(3), "2+2?")
 
 
 def test_async_environments_and_ones_that_cannot_be_loaded(environments):

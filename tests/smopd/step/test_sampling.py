@@ -2,6 +2,7 @@
 
 import math
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -29,9 +30,10 @@ AHEAD = merged(STEPS, {"loop": {"async_level": 1}, "loss": {"old_logps": "rollou
 
 
 @contextmanager
-def sampler(changes, engine=None):
+def sampler(changes, engine=None, ahead=None, prompts=None):
     with distributed.thread("sampling", torch.device("cpu")) as thread:
-        yield Sampler(settings_of(**changes), prompt_set(), engine or FixedRollouts(), thread)
+        prompts = prompts or prompt_set()
+        yield Sampler(settings_of(**changes), prompts, engine or FixedRollouts(), thread, ahead)
 
 
 def versions(batch):
@@ -70,6 +72,33 @@ def test_the_next_batch_waits_for_teachers_whose_engines_share_its_process():
             return begun, versions(batches.take(1))
 
     assert sampled(turns) == (False, {0}) and sampled(apart) == (True, {0})
+
+
+OTHERS = [replace(prompt, token_ids=(2, *prompt.token_ids)) for prompt in prompt_set()]
+
+
+@pytest.mark.parametrize(
+    ("changes", "prompts", "version"),
+    [
+        ({}, None, 0),
+        ({"seed": 1}, None, 1),
+        ({"rollout": {"group_size": 2}}, None, 1),
+        ({"loop": {"prompts_per_step": 5}}, None, 1),
+        ({}, OTHERS, 1),
+    ],
+    ids=["same", "seed", "group size", "prompts per step", "data"],
+)
+def test_a_kept_batch_whose_prompts_are_no_longer_the_steps_is_sampled_anew(changes, prompts, version):
+    with sampler(AHEAD) as before:
+        before.take(0)
+        ahead = before.settle()
+    engine = FixedRollouts()
+    engine.load_weights([], 1)
+    with sampler(merged(AHEAD, changes), engine, ahead, prompts) as batches:
+        batch = batches.take(1)
+    assert versions(batch) == {version}
+    assert [rollout.prompt_ids for rollout in batch.rollouts] == [each.token_ids for each in batch.prompts]
+    assert [rollout.group for rollout in batch.rollouts] == batch.group_R.tolist()
 
 
 class Stale(FixedRollouts):

@@ -48,6 +48,15 @@ def test_a_postponed_signal_is_noted_and_answered_at_the_end():
     assert done == [signal.SIGINT]
 
 
+def test_a_signal_waits_for_the_outermost_context():
+    done = []
+    with Stop() as stop, pytest.raises(Stopped), stop.postponed():
+        with stop.postponed():
+            signal.raise_signal(signal.SIGTERM)
+        done.append(stop.asked())
+    assert done == [signal.SIGTERM]
+
+
 def test_a_signal_is_noted_when_standard_error_is_gone(monkeypatch):
     """The reader of a pipe may have ended, or the terminal."""
     kept, full = os.dup(2), os.open("/dev/full", os.O_WRONLY)
