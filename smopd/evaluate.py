@@ -33,8 +33,8 @@ SUITES: dict[str, type[Evaluation]] = {
     "rlla": RllaEvaluation,
     "safety": SafetyEvaluation,
 }
-DRAWS = 2_000  # bootstrap samples; ours
-SEED = 0  # ours: the same scores give the same intervals
+DRAWS = 2_000  # bootstrap samples (our choice)
+SEED = 0  # our choice: fixed, so that the same scores give the same intervals
 COVERAGE = 0.95
 ROW = ("key", "group", "response", "finished", "truth", "prompt_cut")  # all other entries of a row are scores
 
@@ -42,7 +42,7 @@ Interval = tuple[float, float]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command. Invalid arguments or files give one line on stderr and exit status 2."""
+    """Run the command. For an invalid argument or file, print one line on stderr and exit with status 2."""
     words = sys.argv[1:] if argv is None else argv
     with one_line("smopd.evaluate"):
         own = {word: outside(word) for word in words[:1] if IMPORT_PATH.fullmatch(word)}
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def outside(path: str) -> type[Evaluation]:
-    """Return the options of the suite class at an import path. The class is called with --data if given."""
+    """Return the options of the suite class at an import path. --data, if given, is passed to the class."""
     make = resolve(path, dict[str, Any]())
 
     @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def outside(path: str) -> type[Evaluation]:
 
 
 def evaluate(command: Evaluation, suite: Suite, responses: Sequence[Response], *, of: int) -> None:
-    """Score one response per item, then write and show the result. `of`: number of items in the data."""
+    """Score one response per item, then write and show the result. `of`: the data's number of items."""
     scores = suite.score([response.text for response in responses])
     groups = _groups(suite)
     summary = suite.summary(groups, scores)
@@ -145,7 +145,7 @@ def _groups(suite: Suite) -> list[str]:
 
 
 def intervals(suite: Suite, groups: Sequence[str], scores: Sequence[Scores]) -> dict[str, Interval]:
-    """Return the percentile bootstrap interval of each column; items are resampled within their group."""
+    """Return each column's percentile bootstrap interval. Items are resampled within their group."""
     rows: dict[str, list[int]] = {}
     for row, group in enumerate(groups):
         rows.setdefault(group, []).append(row)
@@ -168,7 +168,7 @@ def intervals(suite: Suite, groups: Sequence[str], scores: Sequence[Scores]) -> 
 def write_items(
     output: Path, suite: Suite, responses: Sequence[Response], scores: Sequence[Scores] | None = None
 ) -> Path:
-    """Write every response, with its scores if given."""
+    """Write every response, with its scores if they are given."""
     lines = []
     for i, (item, response) in enumerate(zip(suite.items, responses, strict=True)):
         row = {
@@ -191,7 +191,7 @@ def write_items(
 
 
 def show(suite: Suite, title: str, label: str, content: Mapping[str, Any], counts: Mapping[str, int]) -> None:
-    """Print a table: the paper's rows, if given, then the values with their intervals, and `counts`."""
+    """Print a table of the paper's rows, if given, and a row of values with their intervals and `counts`."""
     table = Table(title=Text(title))
     table.add_column("responses")
     for column in suite.columns:
