@@ -1,6 +1,6 @@
 """`smopd push RUN REPO`: upload the exported model of a finished run to the Hugging Face Hub.
 
-The folder has the model, its card, the report and the recipe. `--dry-run` only writes it to RUN/push.
+The upload contains the model, its card, the report and the recipe. `--dry-run` writes only RUN/push.
 """
 
 import os
@@ -57,7 +57,7 @@ def push(
 
 
 def stage(run: Path) -> Path:
-    """Create RUN/push anew and return it. Its weights are hard links to the export's."""
+    """Create the folder RUN/push anew and return it. The weights are hard links to those of the export."""
     run = Path(os.path.abspath(run))  # a link to a run stays in its recipe's folder
     recipe, folder = run.parent, run / "push"
     if not (run / "export" / "README.md").exists():
@@ -66,7 +66,7 @@ def stage(run: Path) -> Path:
     shutil.copytree(run / "export", folder, ignore=shutil.ignore_patterns(WEIGHTS))
     for weights in (run / "export").rglob(WEIGHTS):
         os.link(weights, folder / weights.relative_to(run / "export"))
-    shutil.copyfile(recipe / "config.yaml", folder / "recipe.yaml")  # config.json is the model's
+    shutil.copyfile(recipe / "config.yaml", folder / "recipe.yaml")  # not config.json, which is the model's
     shutil.copyfile(recipe / "report.html", folder / "report.html")
     return folder
 

@@ -88,11 +88,8 @@ def _load(path: Path, chain: tuple[Path, ...]) -> Recipe:
     if isinstance(values.get("runs"), dict):
         values["runs"] = {name: run for name, run in values["runs"].items() if run is not None}
     lists = {keys[:at] for keys in recipe.origin for at, key in enumerate(keys) if isinstance(key, int)}
-    inherited = {
-        keys: place
-        for keys, place in parent.origin.items()
-        if not any(keys[:at] in lists for at in range(len(keys)))
-    }
+    replaced = {keys for keys in parent.origin if any(keys[:at] in lists for at in range(len(keys)))}
+    inherited = {keys: place for keys, place in parent.origin.items() if keys not in replaced}
     return Recipe(values, inherited | recipe.origin)
 
 
@@ -192,8 +189,7 @@ def parse_value(text: str) -> Any:
 
 def write_yaml(settings: Settings, *, public: bool = False) -> str:
     """Return all settings as YAML that reads back equal; `public` redacts secrets."""
-    values = settings.model_dump()
-    values = redacted(values) if public else values
+    values = redacted(settings.model_dump()) if public else settings.model_dump()
     return yaml.dump(
         values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100, default_flow_style=None
     )

@@ -104,7 +104,7 @@ class JsonLines(Sequence[Row]):
                     if line.strip():
                         self._places.extend((number, begin, len(line)))
                     begin += len(line)
-                opened = _kept_open(file, path)
+                opened = os.fdopen(os.dup(file.fileno()), "rb", buffering=0)
                 self._files.append((opened, _state(opened)))
 
     def __len__(self) -> int:
@@ -130,15 +130,6 @@ class JsonLines(Sequence[Row]):
                 f"{self._paths[number]}: line {line_number} is not JSON in UTF-8 ({why}): {text!r}"
             ) from error
         return checked_row(row, str(self._paths[number]), index)
-
-
-def _kept_open(file: IO[bytes], path: Path) -> IO[bytes]:
-    try:
-        return os.fdopen(os.dup(file.fileno()), "rb", buffering=0)
-    except OSError as error:
-        raise ValueError(
-            f"{path}: cannot be kept open ({error}); raise `ulimit -n`, or join files"
-        ) from error
 
 
 def _state(file: IO[bytes]) -> tuple[int, int]:
@@ -231,8 +222,7 @@ def _read_arrow(path: Path, paths: Sequence[Path], **options: Any) -> Sequence[R
         if kind:
             return ArrowRows(load_dataset(kind, data_files=patterns, split="train"))
         if not any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
-            folder = glob.escape(str(path.absolute()))
-            return _arrow_rows(load_dataset(folder, split=split or "train", **options))
+            return _arrow_rows(load_dataset(str(path.absolute()), split=split or "train", **options))
         found = load_from_disk(path)
         if unknown := [*options, *(["split"] if split and not isinstance(found, DatasetDict) else [])]:
             raise ValueError(f"it takes no {unknown[0]!r}")

@@ -166,11 +166,8 @@ class SeveralTeachers:
         if "teachers_topk" not in inputs:
             topk = [self._topk(model, completions, temperature) for model in self.teacher_models]
             ids_NMS, logps_NMS = (torch.stack(list(column), 1) for column in zip(*topk, strict=True))
-            inputs["teachers_topk"] = {
-                "teacher_ids_NMS": ids_NMS,
-                "teacher_logps_NMS": logps_NMS,
-                "log_alpha": self._log_alpha_M.to(ids_NMS.device),
-            }
+            entries = {"teacher_ids_NMS": ids_NMS, "teacher_logps_NMS": logps_NMS}
+            inputs["teachers_topk"] = {**entries, "log_alpha": self._log_alpha_M.to(ids_NMS.device)}
         return inputs["teachers_topk"]
 
     @contextmanager

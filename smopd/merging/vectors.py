@@ -67,9 +67,8 @@ class TaskVectors:
 
     def __init__(self, base: str, models: Sequence[str], device: torch.device | str = "cpu"):
         self.base, self.device = ModelFiles(base), torch.device(device)
-        with reading(base):
+        with reading(base):  # names of tied tensors that the files omit -> the stored name
             pairs = [*permutations(architecture_of(str(self.base.folder)).tied or (), 2)]
-        # names of tied tensors that the files omit -> the stored name
         self._tied = {name: other for name, other in pairs if name not in self.base.shapes}
         self.models: list[ModelFiles | Lora] = []
         for path in models:
