@@ -1,5 +1,5 @@
-// The Python module smopd._C. Importing it registers the operators torch.ops.smopd.<name>: their schemas are
-// here, their implementations in cpu/.
+// The Python module smopd._C. Importing it registers the operators torch.ops.smopd.<name>. Their schemas are
+// here, and their implementations are in cpu/.
 
 #include <Python.h>
 
@@ -9,7 +9,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(smopd, m) {
   m.def(
       "topk_logprobs_cpu(Tensor logits, int kappa, Tensor? token_ids, float temperature)"
       " -> (Tensor ids, Tensor logps, Tensor token_logp)");
-  // topk_logprobs over consecutive pieces of the vocabulary.
+  // These three operators compute topk_logprobs from consecutive pieces of the vocabulary.
   m.def("topk_begin_cpu(Tensor like, int n_rows, int kappa) -> (Tensor rows, Tensor keys)");
   m.def(
       "topk_piece_cpu(Tensor logits, int first, int kappa, Tensor? token_ids, float temperature,"

@@ -1,4 +1,4 @@
-"""Process group, device and collective calls, for one process and for torchrun alike."""
+"""Process group, device and collective calls, with or without torchrun."""
 
 import ctypes
 import os
@@ -22,20 +22,20 @@ from smopd.engine.process import tell
 T = TypeVar("T")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-_LARGEST_KEPT = 32 << 20  # bytes; glibc accepts no more
+_LARGEST_KEPT = 32 << 20  # bytes, the largest threshold that glibc accepts
 _MOST_KEPT = 2**31 - 1  # bytes
-_SET_UP = timedelta(minutes=30)  # the other ranks wait while one rank downloads a model
-# Device meshes and DeepSpeed keep gloo threads of a destroyed group alive. A thread that frees a tensor while
-# Python exits asks for the GIL and aborts the process.
+_SET_UP = timedelta(minutes=30)  # long, because all ranks wait while one rank downloads a model
+# Device meshes and DeepSpeed keep the gloo threads of a destroyed group alive. If such a thread frees a
+# tensor while Python exits, it requests the GIL, which aborts the process.
 _DRAIN_SECONDS = 0.1
 _COLLECTIVES = tuple(os.path.join(*parts) for parts in (("torch", "distributed"), ("deepspeed", "comm")))
-_BEATS = 10  # ours: heartbeats within the longest silence that is allowed
-_LEFT = 1 << 40  # added to a rank's count when the rank sends no more heartbeats
+_BEATS = 10  # ours: heartbeat intervals in the longest allowed silence
+_LEFT = 1 << 40  # a rank adds this to its count when it stops sending heartbeats
 
 
 @contextmanager
 def process_group() -> Iterator[torch.device]:
-    """Join torchrun's process group, or create one of size 1, and yield this process's device.
+    """Join torchrun's process group, or create a group of size 1. Yield this process's device.
 
     Exit with a message if this machine has fewer GPUs than processes.
     """
@@ -44,7 +44,7 @@ def process_group() -> Iterator[torch.device]:
     if cuda and local >= (gpus := torch.cuda.device_count()):
         started = os.environ.get("LOCAL_WORLD_SIZE", "more")
         text = f"error: {started} processes for {gpus} GPUs; start one for each (torchrun --nproc-per-node)"
-        raise SystemExit(text if local == gpus else 1)  # printed once
+        raise SystemExit(text if local == gpus else 1)  # only one process prints the text
     if cuda:
         torch.cuda.set_device(device)
     else:
@@ -69,23 +69,23 @@ def process_group() -> Iterator[torch.device]:
 
 @contextmanager
 def watched(seconds: float) -> Iterator[None]:
-    """Print a line to stderr and end this process once another rank has been silent for `seconds`.
+    """End this process when another rank has been silent for `seconds`. The first to end prints an error.
 
-    That rank may be suspended, or its host unreachable. Collective calls would wait long for the silent rank,
-    because their timeout allows for rewards and servers that are slow on one rank.
+    The silent rank may be suspended, or its host may be unreachable. Collective calls would notice this late,
+    because their timeout is long: rewards and servers can be slow on one rank.
     """
     if world_size() == 1:
         yield
         return
-    store: Any = dist.distributed_c10d._get_default_store()  # torch's types lack its clone
+    store: Any = dist.distributed_c10d._get_default_store()  # torch's type stubs lack `clone`
     store = store.clone()
     keys = [f"smopd/alive/{each}" for each in range(world_size())]
-    quiet = dict.fromkeys(keys, 0)  # counts beats, not seconds, so that a suspended job survives
+    quiet = dict.fromkeys(keys, 0)  # heartbeat intervals, not seconds, so that a suspended job survives
     done = threading.Event()
 
     def talk() -> None:
         counts: dict[str, int] = {}
-        with suppress(RuntimeError):  # if the store is gone, every rank seems quiet
+        with suppress(RuntimeError):  # if the store is gone, every rank seems silent
             while not done.wait(seconds / _BEATS):
                 for each, key in enumerate(keys):
                     count = store.add(key, int(each == rank()))
@@ -98,7 +98,7 @@ def watched(seconds: float) -> Iterator[None]:
                 quiet[key] += 1
             silent = [each for each, key in enumerate(keys) if quiet[key] > _BEATS]
             if silent:
-                cut_off = quiet[keys[rank()]] > 2  # the store does not answer this rank either
+                cut_off = quiet[keys[rank()]] > 2  # the store does not answer, so even this rank seems silent
                 lost = "the other ranks have" if cut_off else f"rank {silent[0]} has"
                 if cut_off or store.add("smopd/failed", 1) == 1:
                     tell(f"error: {lost} given no sign of life for {seconds:g} seconds; rerun to resume")
@@ -110,12 +110,12 @@ def watched(seconds: float) -> Iterator[None]:
         yield
     finally:
         with suppress(RuntimeError):
-            store.add(keys[rank()], _LEFT)  # the other ranks may still be at work
+            store.add(keys[rank()], _LEFT)  # ranks that still work must not count this rank as silent
         done.set()
 
 
 def in_collective(error: Exception) -> bool:
-    """Return whether an exception comes from a collective call, which fails when another rank is gone."""
+    """Return whether `error` comes from a collective call. Such a call fails when another rank is gone."""
     *_, last = traceback.extract_tb(error.__traceback__)
     return isinstance(error, dist.DistError) or any(each in last.filename for each in _COLLECTIVES)
 
@@ -129,7 +129,7 @@ def collective_timeout(seconds: float) -> Iterator[None]:
     """Set the timeout of every process group while the context is active.
 
     Raises:
-        LostRank: a gloo collective timed out. NCCL ends the process instead.
+        LostRank: a gloo collective timed out. With NCCL, a timeout ends the process instead.
     """
     _set_timeouts(timedelta(seconds=seconds))
     try:
@@ -143,7 +143,7 @@ def collective_timeout(seconds: float) -> Iterator[None]:
 
 
 def is_lost(error: Exception) -> bool:
-    """Return whether the error is gloo's and says that its connection to another rank has ended."""
+    """Return whether `error` is gloo's report of a lost connection to another rank."""
     return isinstance(error, RuntimeError) and "gloo/transport" in str(error)
 
 
@@ -156,7 +156,7 @@ def _set_timeouts(timeout: timedelta) -> None:
 def keep_freed_memory() -> None:
     """Stop glibc from returning freed buffers to the system. Returning them costs page faults in every step.
 
-    Has no effect where MALLOC_* or GLIBC_TUNABLES is set.
+    This has no effect if MALLOC_* or GLIBC_TUNABLES is set in the environment.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     chosen = [name for name in os.environ if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"]
@@ -175,7 +175,7 @@ def world_size() -> int:
 
 @contextmanager
 def thread(name: str, device: torch.device) -> Iterator[ThreadPoolExecutor]:
-    """A one-thread executor that computes on `device`; pending work is cancelled on exit."""
+    """Yield a one-thread executor that computes on `device`. On exit, cancel its pending work."""
     begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
     pool = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=begin)
     try:
@@ -190,7 +190,7 @@ def barrier() -> None:
 
 
 def all_reduce(value: Tensor, op: str = "sum") -> Tensor:
-    """Return `value` reduced over all ranks by "sum", "max" or "min", as a new tensor."""
+    """Reduce `value` over all ranks by "sum", "max" or "min", and return the result as a new tensor."""
     value = value.clone()
     if world_size() > 1:
         dist.all_reduce(value, op=getattr(dist.ReduceOp, op.upper()))
@@ -198,7 +198,7 @@ def all_reduce(value: Tensor, op: str = "sum") -> Tensor:
 
 
 def gather_objects(value: object) -> list:
-    """Return the objects of all ranks, in rank order."""
+    """Return the `value` of every rank, in rank order."""
     gathered: list = [value] * world_size()
     if len(gathered) > 1:
         dist.all_gather_object(gathered, value)
@@ -246,10 +246,10 @@ def first_to_fail() -> bool:
         return True
     try:
         return dist.distributed_c10d._get_default_store().add("smopd/failed", 1) == 1
-    except RuntimeError:  # the rank that holds the store is gone and has printed its error
+    except RuntimeError:  # the rank that hosts the store is gone and has printed its error
         return False
 
 
 def broadcast_object(value: Any) -> Any:
-    """Return rank 0's object on every rank."""
+    """Return rank 0's `value` on every rank."""
     return on_rank0(lambda: value)

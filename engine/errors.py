@@ -1,8 +1,8 @@
-"""Errors shared by several packages. Imports no torch."""
+"""Errors shared by several packages. This module does not import torch."""
 
 
 class Failure(Exception):
-    """An error caused by the user's files, models, servers or machine, printed without a traceback."""
+    """An error caused by the user's files, models, servers or machine. It is printed without a traceback."""
 
 
 class NoServer(Failure, RuntimeError):
@@ -10,7 +10,7 @@ class NoServer(Failure, RuntimeError):
 
 
 class CannotSend(Failure, RuntimeError):
-    """Weights cannot be written to the folder that another process reads; the folder may be full."""
+    """Weights cannot be written to the folder that another process reads. The folder may be full."""
 
 
 class NonFinite(Failure, RuntimeError):
@@ -18,12 +18,12 @@ class NonFinite(Failure, RuntimeError):
 
 
 class UserCodeError(Failure, RuntimeError):
-    """A function that a setting names raised an exception."""
+    """A user's function, named by its import path, raised an exception."""
 
 
 class UnusableInput(Failure, RuntimeError):
-    """Data, a model or a plan that cannot be used."""
+    """An input of a run that cannot be used, such as data, a model or a plan."""
 
 
 class UnusableModel(Failure, ValueError):
-    """A model that cannot be trained, sampled or scored."""
+    """A model or adapter that cannot be used for training, sampling or scoring."""

@@ -1,4 +1,4 @@
-"""Atomic writes of files and folders: flushed to the disk, then renamed."""
+"""Atomic writes of files and folders. A new version is flushed to the disk and then renamed."""
 
 import errno
 import json
@@ -17,28 +17,28 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (
     errno.EROFS, errno.ESTALE, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG,
 )  # fmt: skip
-_NUMBER = re.compile(r"(?:\[Errno|os error) (\d+)")  # torch and safetensors quote the system's errors
-_TORCH_WRITES = "PytorchStreamWriter failed"  # torch's C++ errors give no reason
+_NUMBER = re.compile(r"(?:\[Errno|os error) (\d+)")  # in messages of torch and safetensors
+_TORCH_WRITES = "PytorchStreamWriter failed"  # text of torch's C++ errors, which give no reason
 _PROBE_BYTES = 1 << 16  # ours
 
 
 class CannotWrite(Failure, RuntimeError):
-    """The disk refuses a file: it is full, read-only or gone, or a limit is reached."""
+    """A file cannot be written because the disk is full, read-only or gone, or because a limit is reached."""
 
 
 class DamagedFile(Failure, ValueError):
-    """A run's file whose content is not what was written."""
+    """A run's file whose content differs from what the run wrote."""
 
 
 @contextmanager
 def room_for(path: Path) -> Iterator[None]:
-    """Turn an error inside the context into CannotWrite if it comes from the disk."""
+    """Convert an exception inside the context to CannotWrite if the disk caused it."""
     try:
         yield
-    except BaseException as error:  # torch's CheckpointException is not an Exception
+    except BaseException as error:  # torch's CheckpointException is only a BaseException
         if isinstance(error, CannotWrite):
             raise
-        if (reason := _reason(error)) not in (*_FULL, *_REFUSED):  # the disk may be the cause: test it
+        if (reason := _reason(error)) not in (*_FULL, *_REFUSED):  # test whether the disk is the cause
             reason = _small_write(path.parent) or reason
         if reason in _FULL:
             raise CannotWrite(f"{path}: no space left on the disk; make room and rerun to resume") from error
@@ -49,7 +49,7 @@ def room_for(path: Path) -> Iterator[None]:
 
 
 def _reason(error: BaseException | None) -> int | None:
-    """Return the error number of a refused write, 0 if that is unknown, None if no write was refused."""
+    """Return the system's error number. If there is none, return 0 for a failed write of torch, else None."""
     if error is None:
         return None
     if isinstance(error, OSError) and error.errno:
@@ -64,7 +64,7 @@ def _reason(error: BaseException | None) -> int | None:
 
 
 def _small_write(folder: Path) -> int | None:
-    """Try a small write, and return its error number or None. torch's C++ errors do not name their reason."""
+    """Try a small write to `folder`. Return its error number, or None if it succeeds."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(_PROBE_BYTES))
@@ -76,7 +76,7 @@ def _small_write(folder: Path) -> int | None:
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
-    """Replace a file atomically; after CannotWrite it is unchanged. Only one process may write the file."""
+    """Replace a file atomically. Even after CannotWrite, the file is whole. Only one process may write it."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
     with room_for(path):
@@ -94,9 +94,9 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def read_json(path: Path, **fields: type) -> dict[str, Any]:
-    """Return the object in a JSON file.
+    """Return the object in a JSON file. `fields` names the required fields and their types.
 
-    Raise DamagedFile, naming the file, if it is truncated, is no object, or lacks a field of the given type.
+    Raise DamagedFile if the file is not valid JSON, is not an object, or lacks a field of the required type.
     """
     try:
         found = json.loads(path.read_bytes())
@@ -111,7 +111,7 @@ def read_json(path: Path, **fields: type) -> dict[str, Any]:
 
 
 def empty_partial(final: Path) -> Path:
-    """Create an empty folder beside `final`, which the caller fills and passes to `replace_folder`."""
+    """Create an empty folder beside `final`. The caller fills it and passes it to `replace_folder`."""
     partial = final.with_name(f"{final.name}.partial")
     _remove(partial)
     partial.mkdir(parents=True)
@@ -119,7 +119,7 @@ def empty_partial(final: Path) -> Path:
 
 
 def replace_folder(partial: Path, final: Path, *, flushed: bool = False) -> None:
-    """Flush `partial` to the disk unless `flushed`, and rename it to `final`."""
+    """Replace the folder `final` by `partial`. Unless `flushed`, flush `partial` to the disk first."""
     if not flushed:
         for path in partial.rglob("*"):
             if path.is_file():
@@ -137,7 +137,7 @@ def _remove(path: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Call fsync on a file or folder; ignore that some file systems (SMB, FUSE) refuse it for folders."""
+    """Call fsync on a file or folder. Ignore EINVAL, which SMB, FUSE and others may return for folders."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Test whether the Hugging Face hub responds. If not, the hub's client retries each file for 30 seconds."""
+"""Test whether the Hugging Face hub responds. If not, its client would retry each file for 30 seconds."""
 
 import os
 from functools import cache
@@ -10,7 +10,7 @@ HUB_SECONDS = 5.0  # ours
 
 @cache
 def hub_responds() -> bool:
-    """Return whether the hub answers a request; False, without asking, if HF_HUB_OFFLINE is set."""
+    """Return whether the hub answers a request. If HF_HUB_OFFLINE is true, return False without a request."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return False
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")

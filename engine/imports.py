@@ -1,4 +1,4 @@
-"""Import functions by path."""
+"""Import functions by their import path."""
 
 import difflib
 import importlib
@@ -40,9 +40,9 @@ def import_function(path: str) -> Any:
 
 
 def resolve(name: str, known: Mapping[str, T]) -> T:
-    """Return `known[name]`, or the function at the path `name`; ValueError if there is neither.
+    """Return `known[name]` or the function at the import path `name`. Raise ValueError if there is neither.
 
-    Exceptions that an imported function raises become UserCodeError.
+    An exception that an imported function raises becomes UserCodeError, unless it is a Failure.
     """
     if name in known:
         return known[name]
@@ -57,7 +57,7 @@ def resolve(name: str, known: Mapping[str, T]) -> T:
 
 @contextmanager
 def user_code(name: str) -> Iterator[None]:
-    """Turn exceptions of the code at the path `name` into UserCodeError, and restore the working folder."""
+    """Convert exceptions of the code at `name` (not Failure) to UserCodeError. Restore the working folder."""
     here = None
     with suppress(OSError):  # the folder may have been removed
         here = os.getcwd()

@@ -1,7 +1,7 @@
-"""Preference models: sequence classifiers with one output that score token ids, local or behind a server.
+"""Preference models, local or on a server: sequence classifiers with one output, which score token ids.
 
-The score is the head's raw output at the last token, in fp32. transformers' own forward would skip end tokens
-that are also the pad token. Shapes: B sequences, T positions, D hidden.
+The score is the head's raw output at the last token, in fp32. transformers' own forward would skip an end
+token that is also the pad token. Shapes: B sequences, T positions, D hidden.
 """
 
 import os
@@ -19,19 +19,19 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from smopd.engine.models.loading import UnusableModel, load_errors, place_of, stored_dtype
 from smopd.engine.remote.servers import Request, Servers, ServerUnavailable
 
-# Name of the head in safe-rlhf and align-anything, which trained Beaver and the paper's preference models.
+# The head's name in safe-rlhf and align-anything, which trained Beaver and the paper's preference models.
 HEAD_NAMES = {r"^score_head\.": "score."}
 
 TokenIds = Sequence[int]
 PROBE: list[TokenIds] = [[1], [2, 3], [4, 5, 6]]
-SAME_SCORE = 0.05  # ours: relative tolerance; bf16 has steps of 0.4%
+SAME_SCORE = 0.05  # ours: relative and absolute tolerance; bf16 has steps of 0.4%
 
 
 class LocalPreferenceModel:
-    """A preference model in transformers, in its stored dtype on a GPU and in fp32 on the CPU.
+    """A preference model in transformers. It computes in its stored dtype on a GPU, in fp32 on the CPU.
 
-    device: None means the GPU of LOCAL_RANK if there is one, else the CPU. Raise FileNotFoundError or
-    UnusableModel if the model does not exist or lacks a trained head with one output.
+    device: None means the GPU of LOCAL_RANK if there is one, else the CPU. Raise FileNotFoundError if the
+    model does not exist, and UnusableModel if it lacks a trained head with one output.
     """
 
     def __init__(self, path: str | Path, device: torch.device | str | None = None):
@@ -46,13 +46,13 @@ class LocalPreferenceModel:
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[TokenIds], batch_tokens: int) -> list[float]:
-        """Return the raw score of each sequence of 1 to `max_tokens` ids, computed in padded batches."""
+        """Return each sequence's raw score, computed in padded batches. Lengths are 1 to `max_tokens`."""
         return by_batches(sequences, batch_tokens, lambda batches: [self._batch(batch) for batch in batches])
 
     def _batch(self, sequences: Sequence[TokenIds]) -> list[float]:
         ids_BT = pad_sequence([torch.tensor(sequence) for sequence in sequences], batch_first=True)
         lengths_B = torch.tensor([len(sequence) for sequence in sequences])
-        real_BT = (torch.arange(ids_BT.shape[1]) < lengths_B[:, None]).long()  # padding may have any id
+        real_BT = (torch.arange(ids_BT.shape[1]) < lengths_B[:, None]).long()  # 0 at padding
         states_BTD = self._decoder(
             input_ids=ids_BT.to(self.device), attention_mask=real_BT.to(self.device), use_cache=False
         ).last_hidden_state
@@ -61,7 +61,7 @@ class LocalPreferenceModel:
 
 
 class RemotePreferenceModel:
-    """`LocalPreferenceModel` on servers that were started with `vllm serve MODEL --runner pooling`."""
+    """Like `LocalPreferenceModel`, but on servers started with `vllm serve MODEL --runner pooling`."""
 
     def __init__(self, urls: Sequence[str]):
         self._servers = Servers(urls)
@@ -83,7 +83,7 @@ class RemotePreferenceModel:
         return Request("/classify", json=body | {"use_activation": False, "add_special_tokens": False})
 
     def _admit(self, urls: Sequence[str]) -> None:
-        """Remove servers that do not answer, or have another model: they score PROBE unlike the first."""
+        """Remove servers that do not answer, or whose scores of PROBE differ from the first server's."""
         for url in urls:
             try:
                 name, length = self._servers.ask(url, Request("/v1/models"), _name_and_length)
@@ -106,8 +106,8 @@ def by_batches(
 ) -> list[float]:
     """Score the sequences in batches of similar length, and return the scores in order.
 
-    Equal sequences are scored once. If they were scored in batches of different shapes, their scores would
-    differ by rounding, and a group of equal responses would get nonzero advantages.
+    Equal sequences are scored only once. In batches of different shapes, their scores would differ by
+    rounding, and a group of equal responses would have nonzero advantages.
     """
     keys = [tuple(sequence) for sequence in sequences]
     if not all(keys):
@@ -124,7 +124,7 @@ def by_batches(
 
 
 def _load(path: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, nn.Linear]:
-    """Load the model and its head from `path`, which must have a config."""
+    """Load the model at `path`, which must have a config, and return it with its head."""
     with load_errors(path):
         found: Any = AutoModelForSequenceClassification.from_pretrained(
             place_of(path),
@@ -155,7 +155,7 @@ def _name_and_length(answer: httpx.Response) -> tuple[str, int]:
 
 
 def _scores(url: str, batch: Sequence[TokenIds], answer: httpx.Response) -> list[float]:
-    """Return the scores in an answer of /classify."""
+    """Read the scores in an answer of /classify."""
     outputs = [row["probs"] for row in sorted(answer.json()["data"], key=lambda row: row["index"])]
     values_B = torch.tensor(outputs, dtype=torch.float32)
     if values_B.shape != (len(batch), 1) or not bool(values_B.isfinite().all()):

@@ -1,7 +1,7 @@
-"""Processes that end with their parent or caller, even if these are killed. Imports no torch.
+"""Processes that end when their parent or caller ends or is killed. This module does not import torch.
 
-`die_with_parent` uses Linux's parent-death signal. vLLM's engines use `end_with_caller`, which polls instead:
-vLLM may put a process in between, and the signal is sent as soon as the thread that started a process ends.
+`die_with_parent` uses Linux's parent-death signal. `end_with_caller`, for vLLM's engines, polls instead. vLLM
+may start an engine through another process, and the signal comes when the thread that started it ends.
 """
 
 import ctypes
@@ -18,16 +18,16 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 CALLER = "SMOPD_ENGINE_CALLER"
-"""Environment variable with the process id of an engine's caller."""
+"""Environment variable for the process id of an engine's caller."""
 SAME_SECONDS = 2.0
-"""Ours: equal signals within this time count as one, as a launcher and a job manager may each send it."""
+"""Ours: equal signals within this time count as one. A launcher and a job manager may both send it."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """SIGHUP: the terminal is gone. SIGUSR1: Slurm's warning before a time limit (#SBATCH --signal)."""
 PARENT_SECONDS = 1.0  # ours: polling interval
 
 
 def tell(line: str) -> None:
-    """Write a line to standard error; if that is gone, do nothing, so that signal handlers do not fail."""
+    """Write a line to standard error, or redirect standard error to the null device if its reader is gone."""
     try:
         os.write(2, f"{line}\n".encode("utf-8", "replace"))
     except OSError:
@@ -41,13 +41,13 @@ def discard(descriptor: int) -> None:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return STOP_SIGNALS, without SIGHUP if it is ignored (nohup)."""
+    """Return STOP_SIGNALS, but without SIGHUP if this process ignores SIGHUP (nohup)."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in STOP_SIGNALS if not (ignored and number == signal.SIGHUP)]
 
 
 def die_with_parent(parent: int) -> None:
-    """Kill this process when its parent `parent` ends (Linux), or now if `parent` has ended."""
+    """Kill this process when its parent, process `parent`, ends (Linux), or now if it has already ended."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -62,7 +62,7 @@ def adopt_orphans() -> None:
 
 def kill_below(process: int) -> None:
     """Kill all descendants of `process`, in any process group or session."""
-    for _ in range(100):  # stopped processes cannot fork; repeat for children forked before the stop
+    for _ in range(100):  # stopped processes cannot fork, but may have forked before: repeat
         found = below(process)
         for signal_number in (signal.SIGSTOP, signal.SIGKILL):
             for each in found:
@@ -80,7 +80,7 @@ def below(process: int) -> list[int]:
 def children(process: int) -> list[int]:
     """Return the running children of `process` (Linux)."""
     found: list[int] = []
-    with suppress(OSError):  # it may have ended
+    with suppress(OSError):  # the process may have ended
         for thread in Path(f"/proc/{process}/task").iterdir():
             found += map(int, (thread / "children").read_text().split())
     return [child for child in found if runs(child)]
@@ -92,7 +92,7 @@ def runs(process: int) -> bool:
 
 
 def _state_and_parent(process: int) -> tuple[str, int]:
-    """Return state and parent from /proc/PID/stat; ("X", 0) if there is no such process."""
+    """Return state and parent from /proc/PID/stat, or ("X", 0) if there is no such process."""
     try:
         state, parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
     except OSError:
@@ -102,11 +102,11 @@ def _state_and_parent(process: int) -> tuple[str, int]:
 
 @contextmanager
 def interrupts_withheld() -> Iterator[None]:
-    """Withhold SIGINT from processes started inside. A terminal sends it to all processes of a command.
+    """Withhold SIGINT from processes started inside. A terminal sends SIGINT to all processes of a command.
 
-    This process handles an interrupt when the context ends.
+    This process itself handles an interrupt when the context ends.
     """
-    resource_tracker.ensure_running()  # starting it would unblock the signal
+    resource_tracker.ensure_running()  # starting the tracker later would unblock SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -115,7 +115,7 @@ def interrupts_withheld() -> Iterator[None]:
 
 
 def end_with_caller() -> None:
-    """Start a thread that kills this process, and vLLM's process above it, soon after CALLER has ended."""
+    """Start a thread that, after CALLER has ended, kills this process and any vLLM process between them."""
     if CALLER not in os.environ:
         return
     caller, above, spawner = int(os.environ[CALLER]), os.getppid(), multiprocessing.parent_process()

@@ -24,27 +24,27 @@ class RolloutEngine(Protocol):
 
         Args:
             prompts: token ids after the chat template.
-            groups: for each prompt, a number below 2^63 that seeds its draws; equal prompts have different
+            groups: for each prompt, a number below 2^63 that seeds its draws. Equal prompts have different
                 numbers.
         """
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load full tensors, named as in transformers, and set `policy_version` to `version`."""
+        """Load full tensors under their transformers names, and set `policy_version` to `version`."""
         ...
 
 
 class TeacherEngine(Protocol):
     dropped: int
-    """The number of entries on this rank so far that were vocabulary padding and became empty slots."""
+    """The number of entries so far on this rank that became empty slots because they were padding ids."""
 
     def score(self, rollouts: Sequence[Rollout], kappa: int, temperature: float) -> TeacherTopK:
         """Return each teacher's `kappa` largest log-probabilities, and those of the sampled tokens.
 
-        They are at `temperature`, over the teacher's whole vocabulary. An empty slot has id 0 and logp -inf.
+        All are at `temperature`, over the teacher's whole vocabulary. An empty slot has id 0 and logp -inf.
 
         Args:
-            kappa: with 0, only the sampled tokens' log-probabilities are returned (S = 0).
+            kappa: if 0, only the sampled tokens' log-probabilities are returned (S = 0).
         """
         ...
 
@@ -53,5 +53,5 @@ class TeacherEngine(Protocol):
         ...
 
     def base(self, path: str | Path) -> TeacherEngine | None:
-        """Return an engine for the model at `path` if these teachers are adapters of it, else None."""
+        """Return an engine for the model at `path` if it is already loaded for a teacher, else None."""
         ...

@@ -1,4 +1,4 @@
-"""Settings of the engines, used as sections of a recipe. Imports no torch."""
+"""Settings of the engines, used as sections of a recipe. This module does not import torch."""
 
 from typing import Annotated, Any, Literal, get_origin
 
@@ -11,7 +11,7 @@ Dtype = Literal["float32", "bfloat16"]
 REQUEST_SECONDS = 600.0
 """Ours: timeout of one HTTP request, including the response body."""
 WeightTransport = Literal["files", "inline"]
-"""How weights reach an engine in another process; see engine/weights/transport.py."""
+"""How weights reach an engine in another process (see engine/weights/transport.py)."""
 
 
 def _import_path(value: str) -> str:
@@ -23,7 +23,7 @@ def _import_path(value: str) -> str:
 ImportPath = Annotated[
     str, AfterValidator(_import_path), Field(json_schema_extra={"format": "package.module:function"})
 ]
-"""Used in a union with a Literal: a built-in name, or a user's function (docs/extending.md)."""
+"""The import path of a user's function (docs/extending.md). A union with a Literal adds built-in names."""
 
 
 class Section(BaseModel):
@@ -41,7 +41,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
-        """Accept a single value for a list; reject a boolean for a number and a float for text."""
+        """Accept a single value for a list. Reject a boolean for a number, and a float for text."""
         kind = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and kind in (int, float, int | None, float | None):
             raise ValueError(f"got {str(value).lower()}, expected a number")

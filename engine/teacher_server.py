@@ -1,14 +1,14 @@
-"""A teacher behind a URL, which answers requests with top-kappa log-probabilities in binary form.
+"""An HTTP server for one teacher. It answers requests with top-kappa log-probabilities in binary form.
 
     python -m smopd.engine.teacher_server PATH --port 8100 --vocabulary 151936
 
 `POST /score?kappa=16&temperature=1.0` returns the kappa most likely tokens at each response position.
 Requests and answers are safetensors (smopd/engine/remote/wire.py). A request with `weights=DIGEST` (from
-/describe) fails if the server holds other weights. Malformed requests get status 400, and requests of more
-than MAX_REQUEST_BYTES get 413. The server keeps no state, so a request may be repeated.
+/describe) fails if the server has other weights. The status is 400 for a malformed request, and 413 for more
+than MAX_REQUEST_BYTES. The server keeps no state, so a request may be repeated.
 
 If the environment variable SMOPD_SERVER_TOKEN is set, every request needs `Authorization: Bearer TOKEN`.
-Clients read TOKEN from the same variable. Nothing is encrypted: use this server inside a private network.
+Clients read TOKEN from the same variable. Nothing is encrypted, so use this server in a private network.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from smopd.engine.vllm.teachers import VllmTeachers
 
 MAX_REQUEST_BYTES = 256 << 20  # ours
-MAX_TEXT = 1 << 20  # ours, characters to tokenize
+MAX_TEXT = 1 << 20  # ours: characters of a text to tokenize
 TEMPERATURES = (1e-2, 1e2)  # ours: logits divided by less than 1e-2 could overflow
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -85,7 +85,7 @@ def application(teacher: LocalTeachers | VllmTeachers, path: str, vocabulary: in
 
 
 def _endpoint(answer: Callable[[bytes, QueryParams], Response]) -> Callable[[Request], Awaitable[Response]]:
-    """Return an endpoint that checks the token and runs `answer` in a thread; bad requests get status 400."""
+    """Return an endpoint that checks the token and runs `answer` in a thread. Bad requests return 400."""
     token = os.environ.get(TOKEN, "").strip()
 
     async def endpoint(request: Request) -> Response:
@@ -102,7 +102,7 @@ def _endpoint(answer: Callable[[bytes, QueryParams], Response]) -> Callable[[Req
         except (LookupError, TypeError, ValueError, RecursionError, SafetensorError) as error:
             return PlainTextResponse(f"{type(error).__name__}: {error}", 400)
         except ClientDisconnect:
-            return Response(status_code=400)  # nobody reads it
+            return Response(status_code=400)  # the client is gone
 
     return endpoint
 
@@ -135,7 +135,7 @@ def main() -> None:
             "dtype": chosen.dtype,
             "max_model_len": chosen.max_model_len,
             "gpu_memory_utilization": chosen.gpu_memory_share,
-            "enable_sleep_mode": False,  # nothing shares its GPUs
+            "enable_sleep_mode": False,  # no other engine uses its GPUs
         },
     )
     with distributed.process_group():

@@ -21,48 +21,48 @@ class Sampling:
 
     n: int = 1
     temperature: float = 1.0
-    """0 is greedy."""
+    """0 means greedy sampling."""
     max_new_tokens: int = 1024
     seed: int = 0
 
 
 def draw_key(*numbers: int) -> int:
-    """Hash numbers, such as a seed, a group and a sample, to 63 bits that seed a draw."""
+    """Hash numbers, such as a seed, a group and a sample, to a 63-bit seed for a draw."""
     digest = hashlib.blake2b(" ".join(map(str, numbers)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 ENDINGS = ("environment", "response", "turns", "tokens")
-"""How a conversation can end: by its environment, or by the limit on a response, turns, or all tokens."""
+"""What can end a conversation: its environment, or the limit on a response, on turns or on all tokens."""
 FAILED = ("exception", "timeout", "worker_died")
-"""How a conversation can end if its environment fails."""
+"""What can end a conversation whose environment fails."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
     """One response to one prompt, or the rest of a conversation after its first prompt.
 
-    Only the policy's tokens have a place in the flat order of a batch: they alone are scored and trained on.
+    Only the policy's tokens are scored and trained on, so only they have a place in a batch's flat order.
     """
 
     prompt_ids: tuple[int, ...]
     response_ids: Tensor
     """(T,) int64 on the CPU, including the end-of-sequence token if the response is finished."""
     logps: Tensor
-    """(T,) fp32, nats, under the sampling distribution; 0 at tokens of the environment."""
+    """(T,) fp32 log-probabilities (nats) under the sampling distribution, 0 at tokens of the environment."""
     group: int
-    """Index of the prompt in the global batch; equal prompts have different groups."""
+    """Index of the prompt in the global batch. Equal prompts have different groups."""
     finished: bool
-    """Whether an end token ended the response; for a conversation, whether the environment ended it."""
+    """Whether an end token ended the response or, in a conversation, the environment ended it."""
     policy_version: int = 0
     loss_mask: Tensor | None = None
-    """(T,) bool on the CPU, False at tokens of the environment; None: all tokens are the policy's."""
+    """(T,) bool on the CPU, False at tokens of the environment. None means all tokens are the policy's."""
     messages: tuple[dict[str, Any], ...] = ()
-    """What the policy and the environment said after the first prompt; empty if there is no environment."""
+    """Messages of the policy and the environment after the first prompt. Empty without an environment."""
     ended: str = ""
-    """How a conversation ended: one of ENDINGS, or of FAILED; empty if there is no environment."""
+    """How a conversation ended: an entry of ENDINGS or FAILED. Empty without an environment."""
     drift: bool = False
-    """Whether the chat template prints earlier turns differently from what the policy read."""
+    """Whether the chat template renders earlier turns differently from what the policy read."""
 
     @property
     def n_tokens(self) -> int:
@@ -70,7 +70,7 @@ class Rollout:
         return len(self.response_ids) if self.loss_mask is None else int(self.loss_mask.sum())
 
     def of_policy(self, values: Tensor) -> Tensor:
-        """Return the values (T, ...) at the policy's tokens."""
+        """Return `values`, (T, ...), at the policy's tokens only."""
         return values if self.loss_mask is None else values[self.loss_mask]
 
 
@@ -84,7 +84,7 @@ class TeacherTopK:
 
 
 Attends = Literal["pieces", "mask", "plain"]
-"""How a micro-batch attends: one row by pieces, packed rows under a mask, or one sequence in each row."""
+"""How a micro-batch attends: one row by pieces, packed rows under a mask, or one plain sequence per row."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Layout:
 
 
 class Piece(NamedTuple):
-    """A range of flat positions that attends causally to itself and to all of a shared prompt.
+    """A range of flat positions that attends causally to itself, and also to the whole of a shared prompt.
 
     A prompt and its first response form one piece. Each further response forms a piece, and so does padding.
     """
@@ -109,16 +109,16 @@ class Piece(NamedTuple):
     end: int
     prompt_begin: int = 0
     prompt_end: int = 0
-    """Equal to `prompt_begin` if the piece holds its own prompt."""
+    """Equal to `prompt_begin` if no shared prompt precedes the piece."""
 
 
 class Pieces(UserList[Piece]):
-    """The pieces of a batch. In a list or tuple, FSDP would search them for tensors in each layer."""
+    """The pieces of a batch. If this were a list or tuple, FSDP would search it for tensors in each layer."""
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """A packed micro-batch. Rows hold several sequences, and responses may share one copy of a prompt."""
+    """A packed micro-batch. A row may contain several sequences. Responses may share one copy of a prompt."""
 
     input_ids: Tensor
     """(rows, L) int64."""
@@ -131,10 +131,10 @@ class TokenBatch:
     flat_N: Tensor
     """(N,) int64, the index of each token in the flat order of the whole batch."""
     pieces: Pieces
-    """In order; together they cover every flat position once."""
+    """In order of position. Together they cover every flat position once."""
     attends: Attends
     share: float = 1.0
-    """This micro-batch's share of the response tokens that the update has on all ranks."""
+    """This micro-batch's share of the update's response tokens on all ranks."""
 
     def to(self, device: torch.device) -> TokenBatch:
         moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}

@@ -1,4 +1,4 @@
-"""Argument checks of the operations. Ids are checked only on a CPU: on a GPU a check would synchronize."""
+"""Argument checks of the operations. Ids are checked only on a CPU, as a check on a GPU would synchronize."""
 
 import math
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def check_tensor(
     *,
     like: tuple[str, Tensor] | None = None,
 ) -> None:
-    """Check shape, dtype and device. A string in `sizes` allows any size; `like`: (name, tensor) to match."""
+    """Check the shape, the dtype and, with `like`, the device. A string in `sizes` allows any size."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} is {type(value).__name__}, expected a tensor of shape {_shape(sizes)}")
     fits = len(value.shape) == len(sizes) and all(
@@ -154,7 +154,7 @@ def check_rewards(op: str, rewards_RK: Any, group_R: Any, options: AdvantageOpti
 
 
 def require_ids(op: str, name: str, ids: Tensor, n_vocab: int, live: Tensor | None = None) -> None:
-    """Check that the ids are in [0, n_vocab). live: mask of the ids to check; None: all."""
+    """Check that the ids are in [0, n_vocab). With the mask `live`, check only the ids where it is True."""
     bad = (ids < 0) | (ids >= n_vocab)
     bad = bad if live is None else bad & live
     if bool(bad.any()):

@@ -1,4 +1,4 @@
-"""The C++ backend: smopd._C (csrc/cpu). Log-probabilities and weights are passed as fp32."""
+"""The C++ backend, smopd._C (csrc/cpu). Log-probabilities and weights are passed as fp32."""
 
 import functools
 import importlib
@@ -12,7 +12,7 @@ from smopd.kernels.types import LossSettings, LossTokens, Mixture, TokenTerms, T
 
 @functools.cache
 def unavailable() -> str | None:
-    """Return None if smopd._C can be loaded, else the reason."""
+    """Return why smopd._C cannot be loaded, or None if it can be."""
     try:
         importlib.import_module("smopd._C")
         torch.ops.smopd.loss_rows_cpu  # noqa: B018  (raises AttributeError if it is not registered)
@@ -31,9 +31,9 @@ def topk_logprobs(
 
 
 class RunningTopK:
-    """topk_logprobs over consecutive pieces of the vocabulary, bit-identical to a single call."""
+    """Computes topk_logprobs from consecutive vocabulary pieces, with the same bits as a single call."""
 
-    step = 2048  # kBlockLength: the width of every piece but the last is a multiple of it
+    step = 2048  # kBlockLength. The width of each piece except the last is a multiple of it
 
     def __init__(self, like: Tensor, n_rows: int, kappa: int, token_ids_N: Tensor | None, temperature: float):
         self.kappa, self.token_ids_N, self.temperature = kappa, token_ids_N, temperature
@@ -44,9 +44,9 @@ class RunningTopK:
         torch.ops.smopd.topk_piece_cpu(logits_NP.detach(), *options, *self.known)
 
     def result(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return ids, logps, token_logp (of shape (0,) without tokens) and valid ((N,) bool).
+        """Return ids, logps, token_logp and valid, (N,) bool. Without tokens, token_logp has shape (0,).
 
-        A row with a NaN, or with fewer than kappa logits above -inf, is not valid.
+        If kappa is above 0, a row with a NaN or with fewer than kappa logits above -inf is not valid.
         """
         options = (self.kappa, self.token_ids_N is not None, self.temperature)
         return torch.ops.smopd.topk_end_cpu(*self.known, *options)

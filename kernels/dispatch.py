@@ -1,7 +1,7 @@
 """Choice of the backend: C++ (cpp) on a CPU, Triton on a GPU, else plain PyTorch (reference).
 
-SMOPD_BACKEND=reference|cpp|triton forces a backend; a call that this backend cannot serve raises. Operations
-that it does not implement still run on the reference. On a CPU, triton needs TRITON_INTERPRET=1.
+SMOPD_BACKEND=reference|cpp|triton forces a backend. A call that it does not support raises an error.
+Operations that it does not implement still use the reference. On a CPU, triton needs TRITON_INTERPRET=1.
 """
 
 import functools
@@ -35,11 +35,11 @@ _log = logging.getLogger("smopd")
 
 
 def serving(op: str, tensor: Tensor, **facts: Any) -> Callable[..., Any]:
-    """Return the function that computes op for a tensor of this device and dtype.
+    """Return the function that computes `op` for this tensor's device and dtype.
 
-    facts: other sizes that backends limit: n_vocab (if the tensor is not the logits), kappa, n_support
-        (target entries), n_pooled (candidates of all teachers).
-    Raise ValueError for an unknown SMOPD_BACKEND, and RuntimeError if the forced backend cannot serve.
+    facts: other sizes that a backend may limit: n_vocab (if the tensor is not the logits), kappa, n_support
+        (target entries) and n_pooled (candidates of all teachers).
+    Raise ValueError for an unknown SMOPD_BACKEND, and RuntimeError if the forced backend rejects the call.
     """
     function = getattr(_module(MODULES[op][backend_for(op, tensor, **facts)]), op)
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
@@ -48,7 +48,7 @@ def serving(op: str, tensor: Tensor, **facts: Any) -> Callable[..., Any]:
 
 
 def definition(op: str) -> Callable[..., Any]:
-    """Return the reference implementation of op."""
+    """Return the reference implementation of `op`."""
     return getattr(_module(MODULES[op]["reference"]), op)
 
 
@@ -59,7 +59,7 @@ def running_topk(tensor: Tensor, **facts: Any) -> Any:
 
 
 def backend_for(op: str, tensor: Tensor, **facts: Any) -> str:
-    """Return the name of the backend for op; see serving."""
+    """Return the name of the backend for `op`. The arguments are those of `serving`."""
     forced, device = os.environ.get(ENV, ""), tensor.device.type
     if forced and forced not in BACKENDS:
         raise ValueError(f"{ENV} is {forced!r}, expected one of {BACKENDS}")
@@ -77,7 +77,7 @@ def backend_for(op: str, tensor: Tensor, **facts: Any) -> str:
 
 
 def cpp_unavailable() -> str | None:
-    """Return None if smopd._C can be loaded, else the reason."""
+    """Return why smopd._C cannot be loaded, or None if it can be."""
     return _module("cpp").unavailable()
 
 
@@ -98,7 +98,7 @@ def _why_not(backend: str, op: str, tensor: Tensor, facts: dict[str, Any]) -> st
 
 
 def _on_device(device: torch.device, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `device` current during a call of function, because Triton launches on the current device."""
+    """Wrap `function` to make `device` current in each call. Triton launches on the current device."""
 
     @functools.wraps(function)
     def guarded(*arguments: Any, **options: Any) -> Any:

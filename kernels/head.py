@@ -1,10 +1,10 @@
-"""A linear head in chunks of rows: its logits and two gradients, without an fp32 copy of the whole weight.
+"""The logits and gradients of a linear head, in chunks of rows and without an fp32 copy of the whole weight.
 
-Products are accumulated in fp32 or better. If a half-precision GEMM cannot return fp32, and on CPUs without
-bf16 instructions, the factors are converted to fp32 piece by piece. oneDNN's bf16 product on AMX (torch 2.13)
-reads the left factor past the end of a row and multiplies the padding by 0, so the padding must be finite.
+Products are accumulated in fp32 or better. Where _one_gemm returns False, the factors are converted to fp32
+piece by piece. With AMX, oneDNN's bf16 product (torch 2.13) also reads the padding behind each row of the
+left factor. It multiplies the padding by 0, so the padding must be finite.
 
-Shapes: N tokens, V vocabulary (or a piece of it), D hidden.
+Shapes: N tokens, V vocabulary (or a piece of it), D hidden size.
 """
 
 from collections.abc import Iterator
@@ -15,15 +15,15 @@ from torch import Tensor
 
 from smopd.kernels.types import compute_dtype
 
-CHUNK_BYTES = 5 << 28  # 1.25 GiB: 4,096 rows of 152,064 in bf16, so 8,192 tokens are two chunks
-CHUNK_BYTES_CPU = 160 << 20  # at N 2048, D 512, V 151936 in fp32 peak memory is under a tenth of eager's
-ROW_UNIT, ROW_UNIT_CPU = 128, 16  # a chunk has a multiple of this many rows if the budget allows it
+CHUNK_BYTES = 5 << 28  # 1.25 GiB: 8,192 rows of 152,064 bf16 logits are two chunks
+CHUNK_BYTES_CPU = 160 << 20  # peak memory is under a tenth of eager's at N 2048, D 512, V 151936, fp32
+ROW_UNIT, ROW_UNIT_CPU = 128, 16  # a chunk's rows are a multiple of this if the budget allows it
 PIECE_BYTES = 8 << 20  # size of an fp32 piece of the weight or of the logits' gradient
-ROW_ALIGN_BYTES = 128  # a cache line of a GPU, more than any GEMM needs
+ROW_ALIGN_BYTES = 128  # a GPU's cache line, which is more than any GEMM needs
 
 
 def rows_per_chunk(hidden_ND: Tensor, n_vocab: int, chunk_bytes: int | None) -> int:
-    """Return how many rows of logits fit into chunk_bytes (None: the device's default), at least one."""
+    """Return how many rows of logits fit into chunk_bytes (None: the device's default), but at least 1."""
     on_cpu, itemsize = hidden_ND.device.type == "cpu", hidden_ND.element_size()
     budget = chunk_bytes or (CHUNK_BYTES_CPU if on_cpu else CHUNK_BYTES)
     rows = max(budget // (_padded_width(n_vocab, itemsize) * itemsize), 1)
@@ -34,7 +34,7 @@ def rows_per_chunk(hidden_ND: Tensor, n_vocab: int, chunk_bytes: int | None) -> 
 def logit_chunks(
     hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, chunk_bytes: int | None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield each chunk's rows and logits. There is at least one chunk, and all chunks reuse one buffer."""
+    """Yield the rows (a slice) and logits of each chunk, at least one. All chunks share one buffer."""
     n_vocab, unit = weight_VD.shape[0], ROW_UNIT_CPU if hidden_ND.device.type == "cpu" else ROW_UNIT
     blocks = row_blocks(hidden_ND.shape[0], rows_per_chunk(hidden_ND, n_vocab, chunk_bytes), unit)
     buffer_NV = logits_buffer(max(rows.stop - rows.start for rows in blocks), n_vocab, hidden_ND)
@@ -45,9 +45,9 @@ def logit_chunks(
 
 
 def row_blocks(n_rows: int, most: int, unit: int) -> list[slice]:
-    """Split the rows into the fewest nearly equal blocks of at most `most` rows, at least one block.
+    """Split the rows into as few blocks of at most `most` rows as possible, of nearly the same size.
 
-    If most >= unit, every block but the last has a multiple of `unit` rows, so that slices are aligned.
+    There is at least one. If most >= unit, each but the last has a multiple of `unit` rows, for alignment.
     """
     unit = unit if most >= unit else 1
     n_blocks = max(-(-n_rows // (max(most, 1) // unit * unit)), 1)
@@ -61,7 +61,7 @@ def _padded_width(n_vocab: int, itemsize: int) -> int:
 
 
 def logits_buffer(n_rows: int, n_vocab: int, like: Tensor) -> Tensor:
-    """Return an uninitialized (N, V) tensor of like's dtype and device with aligned rows and zero padding."""
+    """Return an uninitialized (N, V) tensor with like's dtype and device, aligned rows and zero padding."""
     buffer = like.new_empty(n_rows, _padded_width(n_vocab, like.element_size()))
     buffer[:, n_vocab:] = 0.0
     return buffer[:, :n_vocab]
@@ -94,7 +94,7 @@ def hidden_gradient_into(out_ND: Tensor, dlogits_NV: Tensor, weight_VD: Tensor) 
 def weight_gradient_into(
     out_VD: Tensor, dlogits_NV: Tensor, hidden_ND: Tensor, *, accumulate: bool = False
 ) -> None:
-    """Compute out (+)= dlogits.T @ hidden, `out` in the weight's or, for several chunks, compute dtype."""
+    """Write dlogits.T @ hidden to `out`, or add it. For several chunks, `out` has the compute dtype."""
     if _one_gemm(hidden_ND, out_VD, accumulate):
         _product_into(out_VD, dlogits_NV.T, hidden_ND, accumulate)
         return
@@ -116,7 +116,7 @@ def _product_into(out: Tensor, left: Tensor, right: Tensor, accumulate: bool) ->
 
 
 def _one_gemm(factor: Tensor, out: Tensor, accumulate: bool = False) -> bool:
-    """Return whether one GEMM of factors like `factor` computes `out` precisely and fast."""
+    """Return whether a single GEMM of factors like `factor` computes `out` precisely and fast."""
     if factor.dtype == compute_dtype(factor.dtype) or (factor.is_cuda and torch.version.hip is None):
         return True
     rounded_once = factor.dtype == out.dtype and not accumulate
@@ -128,7 +128,7 @@ def cpu_multiplies_bf16() -> bool:
 
 
 def _pieces(weight_VD: Tensor, n_rows: int) -> Iterator[slice]:
-    """Yield slices of the vocabulary. In fp32, (slice, D) and (N, slice) take about PIECE_BYTES at most."""
+    """Yield vocabulary slices. An fp32 tensor (slice, D) or (N, slice) has at most about PIECE_BYTES."""
     step = max(64, PIECE_BYTES // (4 * max(weight_VD.shape[1], n_rows, 1)))
     for start in range(0, weight_VD.shape[0], step):
         yield slice(start, min(start + step, weight_VD.shape[0]))

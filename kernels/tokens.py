@@ -1,4 +1,4 @@
-"""Helpers for the loss over N tokens: effective weights, and sums independent of the thread count."""
+"""Helpers for the loss of N tokens: effective weights, and sums that do not depend on the thread count."""
 
 from dataclasses import fields
 
@@ -9,11 +9,11 @@ from smopd.kernels.types import LossSettings, LossStats, LossTokens, TokenTerms,
 
 STATS_FIELDS = tuple(field.name for field in fields(LossStats))
 TERMS = tuple(field.name for field in fields(TokenTerms))
-BLOCK = 1024  # torch sums up to this many numbers on one thread
+BLOCK = 1024  # torch uses one thread for a sum of at most this many numbers
 
 
 def counted(tokens: LossTokens) -> Tensor:
-    """Return (N,) bool: whether the token has a nonzero weight."""
+    """Return whether each token has a nonzero weight, (N,) bool."""
     weights = (tokens.pg_weight_N, tokens.kl_weight_N, tokens.ent_weight_N, tokens.reverse_weight_N)
     return torch.stack([weight_N != 0 for weight_N in weights if weight_N is not None]).any(0)
 
@@ -23,7 +23,7 @@ def reverse_weight(tokens: LossTokens) -> Tensor | None:
 
 
 def coefficients(tokens: LossTokens, settings: LossSettings, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-    """Return each token's factors of surrogate, KL, reverse term and entropy; None if the term is off."""
+    """Return each token's factors of surrogate, KL, reverse term and entropy (None if the term is off)."""
 
     def scaled(weight_N: Tensor | None, coef: float, enabled: bool = True) -> Tensor | None:
         return None if weight_N is None or coef == 0.0 or not enabled else coef * weight_N.to(dtype)
@@ -37,12 +37,12 @@ def coefficients(tokens: LossTokens, settings: LossSettings, dtype: torch.dtype)
 
 
 def idle(coefs: tuple[Tensor | None, ...]) -> Tensor:
-    """Return (N,) bool: whether all factors of the token are 0, so that its gradient is 0."""
+    """Return whether all factors of each token are 0, (N,) bool. The gradient of such a token is 0."""
     return torch.stack([coef_N == 0 for coef_N in coefs if coef_N is not None]).all(0)
 
 
 def weighted(weight_N: Tensor | None, value_N: Tensor) -> Tensor:
-    """Return weight * value; 0 if the weight is None or 0, even if the value is NaN."""
+    """Return weight * value. A weight of None or 0 gives 0, even if the value is NaN."""
     if weight_N is None:
         return torch.zeros_like(value_N)
     weight_N = weight_N.to(value_N.dtype)
@@ -56,9 +56,9 @@ def join_terms(parts: list[TokenTerms]) -> TokenTerms:
 
 
 def steady_sum(values_N: Tensor) -> Tensor:
-    """Return values_N.sum(). On a CPU its bits do not depend on the number of threads.
+    """Return values_N.sum(). On a CPU, its bits do not depend on the number of threads.
 
-    For this, more than BLOCK values are summed in float64, block by block, and rounded once.
+    On a CPU, more than BLOCK values are summed in float64, block by block, and rounded once.
     """
     if values_N.device.type != "cpu" or values_N.shape[0] <= BLOCK:
         return values_N.sum()

@@ -1,4 +1,4 @@
-"""Inputs and results of the operations: frozen dataclasses of tensors and numbers, exported by smopd.ops.
+"""Inputs and results of the operations, as frozen dataclasses. smopd.ops exports the public ones.
 
 Shapes: N packed response tokens, V vocabulary, M teachers, S support entries (kappa).
 """
@@ -11,16 +11,16 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-# Bits of LossStats.clipped_N.
-CLIP_LOW = 1  # ratio below 1 - clip_low and a negative advantage: no gradient
-CLIP_HIGH = 2  # ratio above 1 + clip_high and a positive advantage: no gradient
-CLIP_DUAL = 4  # the dual clip is active: no gradient
-CLIP_LOG_RATIO = 8  # |log ratio| above LOG_RATIO_BOUND: clamped, no gradient through the ratio
-CLIP_REVERSE_LOW = 16  # the ratio of the reverse-KL term is clipped from below
-CLIP_REVERSE_HIGH = 32  # the ratio of the reverse-KL term is clipped from above
+# Bits of LossStats.clipped_N. Each of the first three means that the surrogate has no gradient.
+CLIP_LOW = 1  # the ratio is below 1 - clip_low and the advantage is negative
+CLIP_HIGH = 2  # the ratio is above 1 + clip_high and the advantage is positive
+CLIP_DUAL = 4  # the dual clip limits the surrogate
+CLIP_LOG_RATIO = 8  # |log ratio| is above LOG_RATIO_BOUND and is clamped, so neither term has a gradient
+CLIP_REVERSE_LOW = 16  # the reverse-KL term raises the ratio to 1 - clip_low
+CLIP_REVERSE_HIGH = 32  # the reverse-KL term lowers the ratio to 1 + clip_high
 
-LOG_RATIO_BOUND = 20.0  # clamp of log pi - log pi_old before exp (as verl does)
-TAIL_FLOOR = 2.0**-20  # a smaller teacher mass outside the support counts as 0 (ours): it may be rounding
+LOG_RATIO_BOUND = 20.0  # log pi - log pi_old is clamped to this size before exp, as in verl
+TAIL_FLOOR = 2.0**-20  # ours: a smaller tail mass of the teachers counts as 0, as it may be a rounding error
 
 REVERSE_KL_SURROGATES = ("paper", "ppo")
 
@@ -34,9 +34,9 @@ class TopK:
     """The kappa most likely tokens of each row.
 
     Attributes:
-        ids_NS: (N, S) int32, by descending log-probability; ties go to the lower id.
-        logps_NS: (N, S) fp32 (fp64 for fp64 logits), nats, normalised over the whole vocabulary.
-        token_logp_N: (N,) log-probability of the given tokens; None without tokens.
+        ids_NS: (N, S) int32, sorted by descending log-probability. Ties go to the lower id.
+        logps_NS: (N, S) log-probabilities over the whole vocabulary, nats, fp32 (fp64 for fp64 logits).
+        token_logp_N: (N,) log-probability of each given token, or None without token_ids_N.
     """
 
     ids_NS: Tensor
@@ -46,13 +46,13 @@ class TopK:
 
 @dataclass(frozen=True)
 class Mixture:
-    """A sparse mixture of teachers (Eq. 6; Eq. 5 if merged).
+    """A sparse mixture of teachers: Eq. 6, or Eq. 5 if equal ids are merged.
 
     Attributes:
-        ids_NS: (N, S) int32, by descending log-probability; id 0 in an empty slot.
-        logps_NS: (N, S) fp32 (fp64 for fp64 inputs), -inf in an empty slot. Includes log alpha; not
-            renormalised.
-        mass_N: (N,) sum of exp(logps_NS).
+        ids_NS: (N, S) int32, sorted by descending log-probability. An empty slot has id 0.
+        logps_NS: (N, S) log-probabilities, fp32 (fp64 for fp64 inputs), including log alpha and not
+            renormalised. An empty slot has -inf.
+        mass_N: (N,) sum of exp(logps_NS) over the slots.
     """
 
     ids_NS: Tensor
@@ -62,7 +62,7 @@ class Mixture:
 
 @dataclass(frozen=True, eq=False)
 class AdvantageOptions:
-    """Options of grpo_, gdpo_ and gd2po_advantages. kind: "grpo", "gdpo" or "gd2po"."""
+    """Options of grpo_advantages, gdpo_advantages and gd2po_advantages. kind: "grpo", "gdpo" or "gd2po"."""
 
     kind: str
     weights_K: Tensor | None = None
@@ -76,21 +76,22 @@ class AdvantageOptions:
 class LossTokens:
     """The per-token inputs of smopd_loss, on the device of the logits.
 
-    A weight is mask * importance weight / global denominator. A token whose weights are all 0 adds exactly 0
-    to the loss and the gradient, even if its logits are NaN. Its ids are not read and may be -100.
+    A weight is the token's mask times its importance weight, divided by the global denominator. A token whose
+    weights are all 0 adds exactly 0 to the loss and the gradient, even if its logits are NaN. The ids of such
+    a token are ignored and may be -100.
 
     Attributes:
-        token_ids_N: (N,) int32 or int64 in [0, V), the sampled tokens.
+        token_ids_N: (N,) sampled tokens, int32 or int64 in [0, V).
         adv_N: (N,) advantages of the clipped surrogate.
         pg_weight_N: (N,) weight of the clipped surrogate.
-        old_logp_N: (N,) log-probability under the behavior policy. None: the ratio is 1.
-        kl_weight_N: (N,) weight of the forward KL, without opd_coef. Required with a target.
+        old_logp_N: (N,) log-probability under the behavior policy. With None, the ratio is 1.
+        kl_weight_N: (N,) weight of the forward KL, before the factor opd_coef. Required with a target.
         ent_weight_N: (N,) weight of the entropy. Required if entropy_coef is not 0.
         target_ids_NS, target_logps_NS: (N, S) sparse target, such as the output of teacher_mixture.
-        teacher_ids_NMS, teacher_logps_NMS, log_alpha: (N, M, S) top-kappa of each teacher and its log weight
-            ((M,), (N, M) or broadcastable). Given instead of a target; the loss builds the mixture.
+        teacher_ids_NMS, teacher_logps_NMS, log_alpha: each teacher's top kappa, (N, M, S), and its log
+            weight, (M,), (N, M) or broadcastable. They replace a target: the loss builds the mixture.
         reverse_adv_N: (N,) log q_mix(y) - log pi_old(y), the advantage of the sampled reverse KL (Eq. 17).
-        reverse_weight_N: (N,) weight of the reverse term, without opd_coef. None: kl_weight_N.
+        reverse_weight_N: (N,) weight of the reverse term, before the factor opd_coef. None: kl_weight_N.
     """
 
     token_ids_N: Tensor
@@ -108,7 +109,7 @@ class LossTokens:
     reverse_weight_N: Tensor | None = None
 
     def at(self, rows: slice | Tensor) -> LossTokens:
-        """Return the tokens at these rows. log_alpha is indexed only if it has a row per token."""
+        """Return the tokens at `rows`. log_alpha is indexed only if it has one row per token."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.log_alpha is not None and self.log_alpha.shape[:-1] != self.token_ids_N.shape:
             del tensors["log_alpha"]
@@ -117,19 +118,19 @@ class LossTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class LossSettings:
-    """The constants of the loss. The recipes hold the paper's values; these are the library's defaults.
+    """The constants of the loss. The recipes set the paper's values, which can differ from these defaults.
 
     Attributes:
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
-        dual_clip: c above 1, which limits the surrogate of a negative advantage to c * |adv|. None: off.
-        opd_coef: lambda of Eq. 9; multiplies the forward KL and the reverse term.
-        entropy_coef: multiplies the weighted entropy, which the loss subtracts.
-        kappa: how many of the teachers' candidates are kept; used only with LossTokens.teacher_*.
-        merge: merge equal ids of the teachers by logsumexp before the cut (Eq. 5); else pool them (Eq. 6).
-        tail: add a bucket for the tokens outside the target's support, in student and target.
-        temperature: of the ratio and the entropy; use the temperature of the rollouts.
-        kl_temperature: of the student in the forward KL; use the temperature of the teachers.
-        reverse_kl_surrogate: "paper": -clip(ratio) adv (Eq. 17); "ppo": -min(ratio adv, clip(ratio) adv).
+        dual_clip: above 1. If adv is negative, the surrogate is at most dual_clip * |adv|. None: no limit.
+        opd_coef: lambda of Eq. 9, the factor of the forward KL and the reverse term.
+        entropy_coef: factor of the weighted entropy, which the loss subtracts.
+        kappa: number of the teachers' candidates to keep. Used only with LossTokens.teacher_*.
+        merge: True merges equal ids before the cut to kappa (Eq. 5). False keeps repeats (Eq. 6).
+        tail: whether student and target have a bucket for all tokens outside the target's support.
+        temperature: temperature of the ratio and the entropy. Use that of the rollouts.
+        kl_temperature: temperature of the student in the forward KL. Use that of the teachers.
+        reverse_kl_surrogate: "paper" is -clip(ratio) adv (Eq. 17), "ppo" is -min(ratio adv, clip(ratio) adv).
     """
 
     clip_low: float = 0.2
@@ -162,7 +163,7 @@ class LossSettings:
 
 @dataclass(frozen=True, eq=False)
 class TokenColumns:
-    """Columns that LossStats and TokenTerms share, (N,) each."""
+    """The columns, (N,) each, that LossStats and TokenTerms share."""
 
     logp_N: Tensor
     entropy_N: Tensor
@@ -174,18 +175,18 @@ class TokenColumns:
 
 @dataclass(frozen=True, eq=False)
 class LossStats(TokenColumns):
-    """Statistics of the loss, from the same pass. Detached; fp32 (fp64 for fp64 logits).
+    """Detached statistics that the loss computes in the same pass, in fp32 (fp64 for fp64 logits).
 
-    Columns are 0 for a token whose weights are all 0.
+    All columns are 0 for a token whose weights are all 0.
 
     Attributes:
         logp_N: (N,) log-probability of the token at `temperature`.
-        entropy_N: (N,) entropy of the student at `temperature`, nats.
-        kl_N: (N,) forward KL at kl_temperature, unweighted and unclamped; 0 without a target.
-        teacher_mass_N: (N,) mass Q of the target; 0 without a target.
-        student_mass_N: (N,) the student's mass at kl_temperature on the target's ids, each counted once.
+        entropy_N: (N,) entropy of the student at `temperature`, in nats.
+        kl_N: (N,) forward KL at kl_temperature, neither weighted nor clamped, or 0 without a target.
+        teacher_mass_N: (N,) mass Q of the target, or 0 without a target.
+        student_mass_N: (N,) the student's total probability of the target's distinct ids at kl_temperature.
         clipped_N: (N,) int8, a sum of CLIP_* bits.
-        pg_loss, kl_loss, entropy, reverse_loss: 0-dim weighted sums of the terms;
+        pg_loss, kl_loss, entropy, reverse_loss: 0-dim weighted sums of the terms, with
             loss = pg_loss + opd_coef * (kl_loss + reverse_loss) - entropy_coef * entropy.
     """
 
@@ -197,7 +198,7 @@ class LossStats(TokenColumns):
 
 @dataclass(frozen=True, eq=False)
 class TokenTerms(TokenColumns):
-    """Result of loss_rows, (N,) each: the columns of LossStats, and two more unweighted terms."""
+    """Result of loss_rows: the columns of LossStats and two unweighted terms, (N,) each."""
 
     surrogate_N: Tensor
     reverse_N: Tensor
@@ -207,7 +208,7 @@ class TokenTerms(TokenColumns):
 class SparseTarget:
     """The target of a forward KL: (N, S) ids and log-probabilities or, with log_alpha, (N, M, S) candidates.
 
-    -inf marks an empty slot; ids may repeat. log_alpha, kappa and merge are arguments of teacher_mixture.
+    -inf marks an empty slot. Ids may repeat. log_alpha, kappa and merge are arguments of teacher_mixture.
     """
 
     ids: Tensor
@@ -218,7 +219,7 @@ class SparseTarget:
 
     @property
     def n_pooled(self) -> int:
-        """Number of candidates per row; 0 without log_alpha."""
+        """Number of candidates per row, or 0 without log_alpha."""
         return 0 if self.log_alpha is None else self.ids.shape[1] * self.ids.shape[2]
 
     @property

@@ -1,4 +1,4 @@
-"""`smopd COMMAND ...`: run a command. `python -m smopd.COMMAND` works too."""
+"""`smopd COMMAND ...`: run a command. `python -m smopd.COMMAND` does the same."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ COMMANDS = {
     "merge": ("smopd.merge", "merge the weights of models with one base, without training"),
     "data": ("smopd.data.__main__", "fetch the data of recipes and benchmarks"),
 }
-"""Command -> its module, which has `main(argv) -> exit status`, and a description."""
+"""Command -> the module that defines `main(argv) -> exit status`, and a description of the command."""
 
 
 def main(argv: list[str] | None = None) -> int:

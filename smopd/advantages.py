@@ -15,9 +15,9 @@ from smopd.config.settings import Advantage
 from smopd.ops import gd2po_advantages, gdpo_advantages, grpo_advantages
 
 RMS_FLOOR = 0.05
-"""Ours: batch_balanced raises a smaller RMS to this, so that no weight grows by more than a factor of 20."""
+"""batch_balanced raises a smaller RMS to this, so that no weight grows by more than a factor of 20 (ours)."""
 EPSILON = 1e-8
-"""SAW, DVAO: avoids division by zero (SAW's code, github.com/Zhaolutuan/SAW)."""
+"""Avoids division by zero in SAW and DVAO. The value is from SAW's code (github.com/Zhaolutuan/SAW)."""
 
 
 class Estimator(Protocol):
@@ -32,15 +32,15 @@ class Estimator(Protocol):
         settings: Advantage,
         process_group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (R,) advantages and (R,) bool, whether each response is kept. A collective call.
+        """Return advantages (R,) and whether each response is kept, (R,) bool. This is a collective call.
 
         Args:
-            rewards_RK: float64 on the CPU; NaN where a reward could not score.
+            rewards_RK: float64 on the CPU. NaN marks a reward that could not be scored.
             group_R: int64, equal for the responses to one prompt. A group lies on one rank.
             weights_K: the run's reward weights.
-            low_K: the lowest value of each reward's `range`; NaN without one.
-            lengths_R: response tokens.
-            process_group: the ranks that share the batch; None if it is on this rank alone.
+            low_K: the lowest value of each reward's `range`, or NaN for a reward without a range.
+            lengths_R: number of tokens of each response.
+            process_group: the ranks that share the batch, or None if the whole batch is on this rank.
         """
         ...
 
@@ -74,10 +74,10 @@ def batch_balanced(
     process_group: dist.ProcessGroup | None,
     **other: Any,
 ) -> tuple[Tensor, Tensor]:
-    """GDPO with each reward's advantage A_k (Eq. 1) divided by its RMS over the batch before the sum (ours).
+    """GDPO in which each reward's advantage A_k (Eq. 1) is divided by its RMS over the batch (our choice).
 
     A sparse reward varies within few groups, and its A_k is 0 in all other groups. With equal weights, it
-    therefore adds little to GDPO's sum. Unscored responses are left out of the RMS.
+    therefore adds little to GDPO's sum. Responses without a score are left out of a reward's RMS.
     """
     columns = [gdpo_advantages(reward_R1, group_R, whiten=None) for reward_R1 in rewards_RK.split(1, dim=1)]
     square_K = torch.stack(columns, 1).square().sum(0)
@@ -96,12 +96,12 @@ def saw(
     process_group: dist.ProcessGroup | None,
     **other: Any,
 ) -> tuple[Tensor, Tensor]:
-    """SAW (arXiv 2606.07705): GDPO with weights in proportion to each reward's coefficient of variation.
+    """SAW (arXiv 2606.07705): GDPO with weights proportional to each reward's coefficient of variation.
 
         w_k = K cv_k / sum_j cv_j,   cv_k = std_k / (mean_k - low_k) over the batch
 
-    low_k is the lowest value of the reward's range or, without one, its minimum in the batch. The reward
-    weights multiply w_k. SAW's code whitens over tokens (`advantage.whiten: tokens`).
+    low_k is the lowest value of the reward's range, or the reward's minimum in the batch if it has no range.
+    The reward weights multiply w_k. SAW's code whitens over tokens (`advantage.whiten: tokens`).
     """
     scored_RK = ~rewards_RK.isnan()
     least_K = least(rewards_RK)
@@ -118,12 +118,12 @@ def saw(
 
 
 def dvao(rewards_RK: Tensor, group_R: Tensor, *, weights_K: Tensor, **other: Any) -> tuple[Tensor, Tensor]:
-    """DVAO (arXiv 2605.25604): in each group, a reward's advantage is weighted by the reward's deviation.
+    """DVAO (arXiv 2605.25604): in each group, a reward's advantage is weighted by its sigma_k.
 
-        A = sum_k v_k A_k,   v_k = w_k sigma_k / sum_j w_j sigma_j
+        A = sum_k v_k A_k,   v_k = w_k sigma_k / sum_j |w_j| sigma_j
 
-    sigma_k is the unbiased standard deviation over the scored responses of the group. There is no whitening:
-    |A| has the same bound as |A_k|.
+    sigma_k is the unbiased standard deviation over the scored responses of the group. A is not whitened,
+    because |A| has the same bound as |A_k|.
     """
     groups, index_R = group_R.unique(return_inverse=True)
     scored_RK = ~rewards_RK.isnan()
@@ -141,7 +141,7 @@ def dvao(rewards_RK: Tensor, group_R: Tensor, *, weights_K: Tensor, **other: Any
 
 
 def least(rewards_RK: Tensor) -> Tensor:
-    """Return the minimum (K,) over responses, ignoring NaN; infinity without responses."""
+    """Return the minimum over responses, (K,), ignoring NaN. It is infinity if there is no value."""
     filled_RK = rewards_RK.nan_to_num(nan=torch.inf)
     return torch.cat([filled_RK, filled_RK.new_full((1, filled_RK.shape[1]), torch.inf)]).amin(0)
 

@@ -33,31 +33,28 @@ SUITES: dict[str, type[Evaluation]] = {
     "rlla": RllaEvaluation,
     "safety": SafetyEvaluation,
 }
-DRAWS = 2_000  # bootstrap samples; ours
-SEED = 0  # ours: the same scores give the same intervals
+DRAWS = 2_000  # bootstrap samples (our choice)
+SEED = 0  # our choice: fixed, so that the same scores give the same intervals
 COVERAGE = 0.95
 ROW = ("key", "group", "response", "finished", "truth", "prompt_cut")  # all other entries of a row are scores
 
-Interval = tuple[float, float]
-
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command. Invalid arguments or files give one line on stderr and exit status 2."""
+    """Run the command. For an invalid argument or file, print one line on stderr and exit with status 2."""
     words = sys.argv[1:] if argv is None else argv
     with one_line("smopd.evaluate"):
         own = {word: outside(word) for word in words[:1] if IMPORT_PATH.fullmatch(word)}
+    about = "Score a model, or saved responses; a suite of your own is package.module:Suite."
     command: Any = tyro.extras.subcommand_cli_from_dict(
-        {**SUITES, **own},
-        prog="smopd evaluate",
-        description="Score a model, or saved responses; a suite of your own is package.module:Suite.",
-        args=words,
+        {**SUITES, **own}, prog="smopd evaluate", description=about, args=words
     )
     with one_line("smopd.evaluate"):
         command.check()
         whole = command.suite()
         if not whole.items:
             raise ValueError(f"{command.data_path}: no items")
-        suite = whole if command.limit is None else whole.only(spread(_groups(whole), command.limit))
+        groups = [item.group for item in whole.items]
+        suite = whole if command.limit is None else whole.only(spread(groups, command.limit))
         sample = None
         if command.responses is None:
             answered = suite
@@ -76,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def outside(path: str) -> type[Evaluation]:
-    """Return the options of the suite class at an import path. The class is called with --data if given."""
+    """Return the options of the suite class at an import path. --data, if given, is passed to the class."""
     make = resolve(path, dict[str, Any]())
 
     @dataclass(frozen=True)
@@ -95,9 +92,9 @@ def outside(path: str) -> type[Evaluation]:
 
 
 def evaluate(command: Evaluation, suite: Suite, responses: Sequence[Response], *, of: int) -> None:
-    """Score one response per item, then write and show the result. `of`: number of items in the data."""
+    """Score one response per item, then write and show the result. `of`: the data's number of items."""
     scores = suite.score([response.text for response in responses])
-    groups = _groups(suite)
+    groups = [item.group for item in suite.items]
     summary = suite.summary(groups, scores)
     counts = {"n": len(responses)}
     ends = [response.finished for response in responses]
@@ -140,12 +137,8 @@ def _title(command: Evaluation, suite: Suite, of: int) -> str:
     return title if len(suite.items) == of else f"{title}, {len(suite.items)} of {of} items"
 
 
-def _groups(suite: Suite) -> list[str]:
-    return [item.group for item in suite.items]
-
-
-def intervals(suite: Suite, groups: Sequence[str], scores: Sequence[Scores]) -> dict[str, Interval]:
-    """Return the percentile bootstrap interval of each column; items are resampled within their group."""
+def intervals(suite: Suite, groups: Sequence[str], scores: Sequence[Scores]) -> dict[str, list[float]]:
+    """Return each column's percentile bootstrap interval. Items are resampled within their group."""
     rows: dict[str, list[int]] = {}
     for row, group in enumerate(groups):
         rows.setdefault(group, []).append(row)
@@ -161,23 +154,17 @@ def intervals(suite: Suite, groups: Sequence[str], scores: Sequence[Scores]) -> 
             if value is not None and math.isfinite(value):
                 kept.append(value)
     tails = [50 * (1 - COVERAGE), 50 * (1 + COVERAGE)]
-    found = {key: np.percentile(kept, tails).tolist() for key, kept in values.items() if kept}
-    return {key: (low, high) for key, (low, high) in found.items()}
+    return {key: np.percentile(kept, tails).tolist() for key, kept in values.items() if kept}
 
 
 def write_items(
     output: Path, suite: Suite, responses: Sequence[Response], scores: Sequence[Scores] | None = None
 ) -> Path:
-    """Write every response, with its scores if given."""
+    """Write every response, with its scores if they are given."""
     lines = []
     for i, (item, response) in enumerate(zip(suite.items, responses, strict=True)):
-        row = {
-            "key": item.key,
-            "group": item.group,
-            "response": response.text,
-            "finished": response.finished,
-            "truth": item.truth,
-        }
+        row: dict[str, Any] = {"key": item.key, "group": item.group, "response": response.text}
+        row |= {"finished": response.finished, "truth": item.truth}
         if response.prompt_cut:
             row["prompt_cut"] = True
         if scores is not None:
@@ -191,9 +178,8 @@ def write_items(
 
 
 def show(suite: Suite, title: str, label: str, content: Mapping[str, Any], counts: Mapping[str, int]) -> None:
-    """Print a table: the paper's rows, if given, then the values with their intervals, and `counts`."""
-    table = Table(title=Text(title))
-    table.add_column("responses")
+    """Print a table of the paper's rows, if given, and a row of values with their intervals and `counts`."""
+    table = Table("responses", title=Text(title))
     for column in suite.columns:
         table.add_column(Text(column.heading), justify="right", no_wrap=True)
     for heading in counts:
@@ -212,7 +198,7 @@ def show(suite: Suite, title: str, label: str, content: Mapping[str, Any], count
     console.print(table)
 
 
-def _cell(column: Column, value: float | None, interval: Interval | None = None) -> Text:
+def _cell(column: Column, value: float | None, interval: Sequence[float] | None = None) -> Text:
     if value is None:
         return Text("-")
     text = f"{value * column.scale:.{column.digits}f}"

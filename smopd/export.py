@@ -1,7 +1,7 @@
 """`smopd export RUN --output FOLDER`: write a checkpoint of a run as a model folder, with a model card.
 
-RUN is the folder of a run, such as runs/quickstart/smopd. The checkpoint is the newest, that of `--step N`,
-or the kept one with the highest value of a metric (`--best greedy/sum`).
+RUN is the folder of a run, such as runs/quickstart/smopd. The default is the newest checkpoint. `--step N`
+selects another, and `--best greedy/sum` the kept checkpoint with the highest value of this metric.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""First import of every command: keeps prints from failing, requires the packages of the extra `train`."""
+"""First import of every command. Keeps prints from failing and requires the packages of the extra `train`."""
 
 import os
 import sys
@@ -9,16 +9,16 @@ TRAIN = [
     "transformers", "tokenizers", "datasets", "safetensors", "numpy", "pyarrow", "pydantic", "tyro", "rich",
     "yaml", "jinja2", "httpx", "pooch", "tqdm", "platformdirs", "packaging",
 ]  # fmt: skip
-"""Import names of the packages in the extra."""
+"""Import names of the packages in the extra `train`."""
 
-while (_free := os.open(os.devnull, os.O_RDWR)) < 3:  # else a file would get the number of a closed stream
+while (_free := os.open(os.devnull, os.O_RDWR)) < 3:  # otherwise a file would get a closed stream's number
     os.set_inheritable(_free, True)
 os.close(_free)
 sys.stdout, sys.stderr = sys.stdout or open(1, "w"), sys.stderr or open(2, "w")  # noqa: SIM115
 
 for _stream in (sys.stdout, sys.stderr):
     if isinstance(_stream, TextIOWrapper):
-        _stream.reconfigure(errors="backslashreplace")  # a terminal may not know every character
+        _stream.reconfigure(errors="backslashreplace")  # a terminal may not support every character
 
 if absent := [name for name in TRAIN if find_spec(name) is None]:
     sys.exit(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from smopd.config.settings import Gate
 
-CONFIDENCE_FLOOR = 0.05  # c0; all constants here are from appendix A
+CONFIDENCE_FLOOR = 0.05  # c0. All constants here are from appendix A
 CONFIDENCE_EXPONENT = 1.0  # eta
 FAILURE_EXPONENT = 1.0  # gamma
 BLEND = 0.5  # beta
@@ -24,7 +24,7 @@ def log_alpha(
 
     Args:
         ids_NMS, logps_NMS: each teacher's top kappa tokens and their log-probabilities, in descending order.
-        failure_RM: Eq. 19, in [0, 1], for each teacher's reward.
+        failure_RM: the failure (Eq. 19) of each response in each teacher's reward, in [0, 1].
         response_N: int64, the index of each token's response.
     """
     n_teachers = logps_NMS.shape[1]
@@ -45,7 +45,7 @@ def log_alpha(
 
 
 def confidence(logps_NMS: Tensor) -> Tensor:
-    """Return Eq. 18 on the renormalized top kappa: (N, M) in [0, 1], 1 for kappa = 1."""
+    """Return the confidence (Eq. 18), (N, M) in [0, 1], on the renormalized top kappa. Kappa 1 gives 1."""
     kappa = logps_NMS.shape[-1]
     if kappa == 1:
         return torch.ones_like(logps_NMS[..., 0])
@@ -57,14 +57,14 @@ def confidence(logps_NMS: Tensor) -> Tensor:
 
 
 def disagreement(ids_NMS: Tensor) -> Tensor:
-    """Return the fraction (N,) of teacher pairs with different top tokens; 0 for one teacher."""
+    """Return the fraction of teacher pairs with different top tokens, (N,). For one teacher it is 0."""
     top_NM = ids_NMS[..., 0]
     first, second = torch.triu_indices(top_NM.shape[1], top_NM.shape[1], offset=1)
     return (top_NM[:, first] != top_NM[:, second]).float().mean(-1).nan_to_num()
 
 
 def failure(rewards_RM: Tensor, low_M: Tensor, high_M: Tensor) -> Tensor:
-    """Return Eq. 19, (R, M): 1 at the low end of the reward's range, 0 at the high end, 0.5 if unknown."""
+    """Return the failure (Eq. 19), (R, M): 1 at the range's low end, 0 at its high end, 0.5 if unknown."""
     scaled_RM = ((rewards_RM - low_M) / (high_M - low_M)).clamp(0, 1)
     return (1 - scaled_RM).nan_to_num(nan=0.5)
 

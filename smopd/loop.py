@@ -1,6 +1,6 @@
-"""The training loop of a run: a teacher of stage 1, a student of stage 2, or a baseline.
+"""The training loop of a run, which trains a teacher (stage 1), a student (stage 2) or a baseline.
 
-Stage 1 has no teachers and skewed reward weights (Eq. 4). Stage 2 has teachers and equal weights (Eq. 9).
+Stage 1 has skewed reward weights and no teachers (Eq. 4). Stage 2 has equal weights and teachers (Eq. 9).
 
 Shapes: B prompts, R responses, K rewards, N response tokens, M teachers, S log-probabilities per teacher.
 """
@@ -53,12 +53,12 @@ class Run:
     views: bool = False
     """Whether to record token views."""
     conversations: Conversations | None = None
-    """Conversations with the environment; None without one."""
+    """Conversations with the environment, or None without an environment."""
     stop: Stop = field(default_factory=Stop)
 
     @property
     def bad_answers(self) -> int | None:
-        """Invalid answers of servers to this rank since the command began; None without servers."""
+        """Invalid answers of servers to this rank since the command began, or None without servers."""
         engines = (self.rollouts, self.teachers, self.reference)
         counts = [n for engine in engines if (n := getattr(engine, "bad_answers", None)) is not None]
         return sum(counts) if counts else None
@@ -66,11 +66,11 @@ class Run:
 
 @dataclass
 class Progress:
-    """State of a checkpoint besides the student."""
+    """The state of a run besides its student."""
 
     step: int
     ahead: dict[str, Any] | None
-    """Batch of the next step, if sampled ahead."""
+    """Batch of the next step, or None if it was not sampled ahead."""
     updates: int
     """Number of updates that the student has made by the end of `step`."""
 
@@ -90,13 +90,13 @@ def optimise(run: Run) -> None:
         profiled(run.recorder.folder, settings.log.profile, progress.step) as step_done,
         saved_where_it_ends(run, progress),
     ):
-        with metrics.phase("sync"):  # counts for the step that samples with these weights
+        with metrics.phase("sync"):  # this time counts for the step that samples with these weights
             publish_weights(student, run.rollouts, version=progress.step)
         sampler = Sampler(
             settings, run.prompts, run.rollouts, sampling_thread, progress.ahead, run.conversations
         )
         scoring = TeacherScoring(settings, run.teachers, run.reference, device, teachers_thread)
-        evaluate(run, progress.step)  # an earlier command may have ended during it
+        evaluate(run, progress.step)  # an earlier command may have ended during this evaluation
         for step in range(progress.step, settings.loop.steps):
             coef = opd_coef(settings.opd, step, settings.loop.steps) if run.teachers is not None else 0.0
             objective = Objective(settings, coef, device)
@@ -114,7 +114,7 @@ def optimise(run: Run) -> None:
                 with metrics.phase("rewards"):
                     rewards = run.rewarder.score(batch.prompts, batch.rollouts, step)  # (R, K)
             with metrics.phase("old_logps"):
-                old_logp_N = objective.old_logps(student, batch)  # None if the ratio is 1
+                old_logp_N = objective.old_logps(student, batch)  # None if not needed
             with metrics.phase("teachers"):
                 scores = ask_teachers()  # (N, M, S)
             sampler.begin(step + 1)
@@ -123,7 +123,7 @@ def optimise(run: Run) -> None:
             adv_R, kept_R = objective.advantages(batch, rewards.rewards_RK, run.weights)  # Eq. 1-3
             with metrics.phase("update"):
                 updates = []
-                for part in batch.parts:  # one optimizer update each, Eq. 9
+                for part in batch.parts:  # one optimizer update each (Eq. 9)
                     tokens = objective.loss_tokens(batch, part, adv_R, signals)
                     updates.append(student.update(part.rollouts, tokens, objective.loss_settings))
 
@@ -161,7 +161,7 @@ def optimise(run: Run) -> None:
 
 
 def evaluate(run: Run, step: int) -> None:
-    """Evaluate on held-out prompts if it is due after `step` and not recorded yet."""
+    """Evaluate on held-out prompts if an evaluation is due after `step` and not recorded yet."""
     settings = run.settings
     if run.held_out is None or step == 0 or not due(step, settings.evaluation.every, settings):
         return
@@ -173,14 +173,14 @@ def evaluate(run: Run, step: int) -> None:
 
 
 def save(run: Run, progress: Progress) -> None:
-    """Write a checkpoint after flushing the metrics."""
+    """Flush the metrics, then write a checkpoint."""
     run.recorder.flush()
     run.checkpoints.save(progress.step, run.student, progress.ahead)
 
 
 @contextmanager
 def saved_where_it_ends(run: Run, progress: Progress) -> Iterator[None]:
-    """Write a checkpoint if an error ends all ranks between updates. Add the step to NonFinite's message."""
+    """Write a checkpoint if an error ends all ranks between updates. Add the step to a NonFinite message."""
     try:
         yield
     except NonFinite as error:
@@ -199,7 +199,7 @@ def saved_where_it_ends(run: Run, progress: Progress) -> Iterator[None]:
 
 
 def _advice(run: Run) -> str:
-    """Say from which checkpoint a diverged run can resume."""
+    """Return a hint: the checkpoint from which a diverged run can resume."""
     folder, keep = run.checkpoints.folder, run.checkpoints.keep
     steps = saved_steps(folder)
     good = run.checkpoints.confirmed or (steps[keep - 1] if len(steps) > keep else 0)
@@ -209,5 +209,5 @@ def _advice(run: Run) -> str:
 
 
 def due(step: int, every: int, settings: Settings) -> bool:
-    """Return whether `step` is a multiple of `every` or the last step; False if `every` is 0."""
+    """Return whether `step` is a multiple of `every` or the last step. If `every` is 0, return False."""
     return every > 0 and (step % every == 0 or step == settings.loop.steps)

@@ -71,7 +71,7 @@ def merge(
         tokenizer = load_tokenizer(base)
         for path in models:
             require_tokenizer(tokenizer, path, f"the base {base}")
-    except (OSError, ValueError) as error:  # renamed reserved tokens, or a base without a tokenizer
+    except (OSError, ValueError) as error:  # a model renamed reserved tokens, or the base has no tokenizer
         say_error(f"warning: {error}")
     for pattern in filter(None, exclude):
         if not any(re.search(pattern, name) for name in vectors.base.shapes):

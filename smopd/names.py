@@ -38,23 +38,23 @@ _VALUE = re.compile(
 )
 _USER = re.compile(r"(\b\w+://)[^/\s'\"?#]+@")
 _NOT_SECRET = ("PWD", "OLDPWD")  # the shell's working directories
-_SECRET_LENGTH = 8  # ours: a shorter value of an environment variable may be an ordinary word
+_SECRET_LENGTH = 8  # our choice: a shorter value of an environment variable may be an ordinary word
 REDACTED = "<redacted>"
 
 STARTUP_SECONDS = 600.0
-"""Ours: time limit for importing a reward."""
+"""Time limit for importing a reward (our choice)."""
 
 STEP_COLUMN = "training_step"
-"""Column with the training step, from 0, that rewards receive during training."""
-IDS_COLUMN = "completion_ids"  # column with the token ids of each response, named as in TRL
+"""Column with the training step, counted from 0. Rewards receive it during training."""
+IDS_COLUMN = "completion_ids"  # column with the token ids of each response. TRL uses the same name
 REWARD_ARGUMENTS = ("prompts", "completions", IDS_COLUMN, STEP_COLUMN)
 """Reserved names: no data column or keyword argument of a reward may use them."""
 EVALUATION_VALUES = ("sum", "truncated")
-"""Names that no reward may have, because evaluations have values with these names."""
+"""Names that no reward may have, because evaluations use them for other values."""
 
 
 def is_url(model: str) -> bool:
-    """Return whether a model's name is one or several comma-separated URLs."""
+    """Return whether a model's name is a URL or several URLs, separated by commas."""
     return model.startswith(("http://", "https://"))
 
 
@@ -80,11 +80,11 @@ def _of_environment() -> list[str]:
 
 
 def without_secrets(text: str, known: list[str] | None = None) -> str:
-    """Redact URL credentials, assigned secrets, common key forms, and `known` (None: the environment's)."""
+    """Redact URL credentials, assigned secrets, common key forms, and `known` (default: from os.environ)."""
     for value in _of_environment() if known is None else known:
         text = text.replace(value, REDACTED)
     text, pieces, at = _USER.sub(r"\1", text), [], 0
-    while match := _ASSIGNED.search(text, at):  # the value of another name may hold assignments
+    while match := _ASSIGNED.search(text, at):  # the value of any other name may contain assignments
         pieces.append(text[at : match.end()])
         at = match.end()
         if _SECRET_NAME.fullmatch(match["option"] or match["name"]) and (found := _VALUE.match(text, at)):
@@ -96,7 +96,7 @@ def without_secrets(text: str, known: list[str] | None = None) -> str:
 
 
 def redacted(value: Any, name: str = "", known: list[str] | None = None) -> Any:
-    """Redact secrets in a nested value: values of secret names, and whatever `without_secrets` redacts."""
+    """Redact secrets in a nested value: values of secret names, and all that `without_secrets` redacts."""
     secret, known = _SECRET_NAME.fullmatch(name), _of_environment() if known is None else known
     if isinstance(value, dict):
         return {key: redacted(inner, name if secret else str(key), known) for key, inner in value.items()}

@@ -1,7 +1,7 @@
 """The objective of an update: its terms, their weights and denominators (Eq. 8 and 9).
 
-The loss is a clipped policy gradient plus lambda times the KL to the teachers' mixture. The KL to a reference
-policy (`kl_ref`) is a term with the advantage log pi_ref - log pi_old, like the sampled reverse KL (Eq. 17).
+The loss is a clipped policy gradient plus lambda times the KL to the teachers' mixture. Like the sampled
+reverse KL (Eq. 17), the KL to a reference policy (`kl_ref`) has an advantage: log pi_ref - log pi_old.
 
 Shapes: R responses and N response tokens of this rank in flat order, K rewards, M teachers.
 """
@@ -30,10 +30,10 @@ from smopd.step.teachers import TeacherScores
 MakesTarget = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 """(ids_NMS, logps_NMS, log_alpha, kappa) -> (ids_NS, logps_NS): the target of the forward KL.
 
-Args: each teacher's top tokens, as int32 ids and log-probabilities in descending order, and the log of the
-teachers' weights, (M,) or (N, M).
-Returns: up to 128 distinct int32 ids per position and their float32 log-probabilities; -inf for an empty
-slot. Must treat each position on its own. Called on the student's device without gradients.
+The arguments are each teacher's top tokens in descending order, as int32 ids and log-probabilities, and the
+log of the teachers' weights, (M,) or (N, M). The function returns up to 128 distinct int32 ids per position
+and their float32 log-probabilities, -inf in an empty slot. It must treat each position on its own. It is
+called on the student's device without gradients.
 """
 MIXTURES: dict[str, MakesTarget | None] = {"pooled": None, "merged": None}
 """Built-in targets, which the fused loss computes."""
@@ -49,7 +49,7 @@ class Target(NamedTuple):
     high_M: Tensor
     """Range of each teacher's reward."""
     made: tuple[Tensor, Tensor] | None = None
-    """(N, S) ids and log-probabilities, if opd.target is a function."""
+    """(N, S) ids and log-probabilities, or None unless opd.target is a function."""
 
     @property
     def logq_mix_N(self) -> Tensor:
@@ -61,11 +61,11 @@ class Signals(NamedTuple):
     """Per-token inputs of the loss, except the advantages."""
 
     old_logp_N: Tensor | None
-    """Log-probabilities before the first update; None if the ratio is 1."""
+    """Log-probabilities before the first update, or None if not needed."""
     target: Target | None
-    """None without distillation."""
+    """The teachers' target, or None without distillation."""
     ref_log_ratio_N: Tensor | None
-    """log pi_old - log pi_ref; None without a reference policy."""
+    """log pi_old - log pi_ref, or None without a reference policy."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Objective:
 
     @property
     def needs_old_logps(self) -> bool:
-        """Whether the log-probabilities before the first update are needed; else the ratio is 1."""
+        """Whether the student's log-probabilities before the first update are needed."""
         settings, loss = self.settings, self.settings.loss
         several = settings.loop.updates_per_step > 1 and loss.old_logps == "recompute"
         reverse = self.coef > 0 and settings.opd.sampled
@@ -108,14 +108,14 @@ class Objective:
         )
 
     def old_logps(self, student: Student, batch: Batch) -> Tensor | None:
-        """Return the old log-probabilities (N,), or None if not needed; a collective call."""
+        """Return the old log-probabilities (N,), or None if not needed. This is a collective call."""
         temperature = self.settings.rollout.temperature
         return student.logps(batch.rollouts, temperature) if self.needs_old_logps else None
 
     def signals(
         self, batch: Batch, rewards_RK: Tensor, old_logp_N: Tensor | None, scores: TeacherScores
     ) -> Signals:
-        """Return the batch's signals on the device; a collective call."""
+        """Return the batch's signals on the device. This is a collective call."""
         target = teacher_target(self.settings, scores.topk, batch, rewards_RK, self.device)
         ref_log_ratio_N = None
         if old_logp_N is not None and scores.ref_logp_N is not None:
@@ -123,12 +123,12 @@ class Objective:
         return Signals(old_logp_N, target, ref_log_ratio_N)
 
     def advantages(self, batch: Batch, rewards_RK: Tensor, weights: list[float]) -> tuple[Tensor, Tensor]:
-        """Return (R,) advantages, 0 if not kept, and (R,) bool, whether each is kept; a collective call."""
+        """Return advantages (R,), 0 if dropped, and the mask (R,) of kept ones. This is a collective call."""
         unknown = (math.nan, math.nan)
         ranges = [each.range if isinstance(each.range, tuple) else unknown for each in self.settings.rewards]
         name = self.settings.advantage.estimator
         found = resolve(name, ESTIMATORS)(
-            rewards_RK.clone(),  # a function may change its arguments
+            rewards_RK.clone(),  # the estimator may change its arguments
             batch.group_R.clone(),
             weights_K=rewards_RK.new_tensor(weights),
             low_K=rewards_RK.new_tensor([low for low, _ in ranges]),
@@ -141,15 +141,15 @@ class Objective:
         return torch.where(kept_R, adv_R.detach(), 0.0), kept_R
 
     def loss_tokens(self, batch: Batch, part: MiniBatch, adv_R: Tensor, signals: Signals) -> LossTokens:
-        """Return the inputs of the fused loss for one update; a collective call."""
+        """Return the inputs of the fused loss for one update. This is a collective call."""
         settings, loss, device = self.settings, self.settings.loss, self.device
         lengths_R = batch.lengths_R[part.responses]
         weight_N = token_weights(loss, lengths_R).to(device)
         rollout_logp_N = batch.rollout_logp_N[part.tokens].to(device)
         old_logp_N = None if signals.old_logp_N is None else signals.old_logp_N[part.tokens]
-        sampled_weight_N = weight_N  # for terms that average over sampled tokens
+        sampled_weight_N = weight_N  # weight of the terms that average over sampled tokens
         if loss.importance_cap is not None:
-            assert old_logp_N is not None  # needs_old_logps
+            assert old_logp_N is not None  # because needs_old_logps is True
             importance_N = (old_logp_N - rollout_logp_N).exp()
             sampled_weight_N = weight_N * importance_N.clamp(max=loss.importance_cap)
         ratio_logp_N = old_logp_N
@@ -174,7 +174,7 @@ class Objective:
         settings, target = self.settings, signals.target
         reverse_adv_N = reverse_weight_N = None
         if target is not None and settings.opd.sampled and self.coef > 0:
-            assert signals.old_logp_N is not None  # needs_old_logps
+            assert signals.old_logp_N is not None  # because needs_old_logps is True
             reverse_adv_N = target.logq_mix_N[part.tokens] - signals.old_logp_N[part.tokens]
             reverse_weight_N = weight_N
         if signals.ref_log_ratio_N is not None:
@@ -188,10 +188,10 @@ class Objective:
 
 
 def require_like(name: str, found: Any, expected: Sequence[Tensor]) -> Any:
-    """Return `found`, which a user's function has returned; UserCodeError unless it is like `expected`.
+    """Return `found`, the result of a user's function. Raise UserCodeError unless it is like `expected`.
 
-    Shapes and devices must be equal, and dtypes of the same kind. NaN and infinity are refused; -infinity
-    stands for an empty slot of a target.
+    Shapes and devices must be equal, and torch.can_cast must allow the dtypes. NaN and infinity are errors,
+    but -infinity is not: it marks an empty slot of a target.
     """
 
     def shown(value: Any) -> str:
@@ -225,7 +225,7 @@ def opd_coef(opd: Opd, step: int, steps: int) -> float:
 def teacher_target(
     settings: Settings, topk: TeacherTopK | None, batch: Batch, rewards_RK: Tensor, device: torch.device
 ) -> Target | None:
-    """Return the teachers' target on `device`, or None without teachers; a collective call."""
+    """Return the teachers' target on `device`, or None without teachers. This is a collective call."""
     if topk is None:
         return None
     topk = TeacherTopK(**{name: value.to(device) for name, value in vars(topk).items()})
@@ -245,7 +245,7 @@ def teacher_target(
 
 
 def teachers_rewards(settings: Settings, rewards_RK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each teacher's reward (R, M), and its range, from the settings or else the batch; collective."""
+    """Return each teacher's reward (R, M) and its range (default: the batch's). This is a collective call."""
     names = [reward.name for reward in settings.rewards]
     columns = [names.index(teacher.reward) for teacher in settings.teachers.models]
     rewards_RM = rewards_RK[:, columns]
@@ -259,7 +259,7 @@ def teachers_rewards(settings: Settings, rewards_RK: Tensor) -> tuple[Tensor, Te
 
 
 def token_weights(loss: Loss, lengths_R: Tensor) -> Tensor:
-    """Return 1 / denominator (N,) of the aggregation over all ranks; a collective call."""
+    """Return each token's weight (N,), 1 / denominator over all ranks. This is a collective call."""
     counts = torch.stack([lengths_R.sum(), (lengths_R > 0).sum()])
     tokens, responses = distributed.all_reduce(counts).double().clamp(min=1).unbind()
     if loss.aggregation == "token-mean":

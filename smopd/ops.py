@@ -1,11 +1,11 @@
-"""The fused operations of SMOPD, for any trainer. Imports only torch.
+"""The fused operations of SMOPD, for any trainer. This module imports only torch.
 
     from smopd.ops import LossSettings, LossTokens, linear_smopd_loss
 
-Name suffixes are shapes: N packed response tokens, V vocabulary, D hidden, M teachers, S entries (kappa),
-R responses, K rewards. Logits and hidden states are bf16, fp16, fp32 or fp64. Results are fp32, or fp64 for
-fp64 inputs. Log-probabilities are in nats. SMOPD_BACKEND selects a backend. An id outside the vocabulary
-raises ValueError on a CPU; on a GPU its row becomes NaN. smopd/kernels/ops has one file per operation.
+Name suffixes are shapes: N packed response tokens, V vocabulary, D hidden size, M teachers, S entries
+(kappa), R responses, K rewards. Logits and hidden states are bf16, fp16, fp32 or fp64. Results are fp32, or
+fp64 for fp64 inputs. Log-probabilities are in nats. SMOPD_BACKEND selects a backend. On a CPU, an id outside
+the vocabulary raises ValueError. On a GPU, its row becomes NaN. The code is in smopd/kernels/ops.
 """
 
 from smopd.kernels.ops.advantages import gd2po_advantages, gdpo_advantages, grpo_advantages

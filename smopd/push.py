@@ -1,6 +1,6 @@
 """`smopd push RUN REPO`: upload the exported model of a finished run to the Hugging Face Hub.
 
-The folder has the model, its card, the report and the recipe. `--dry-run` only writes it to RUN/push.
+The upload contains the model, its card, the report and the recipe. `--dry-run` writes only RUN/push.
 """
 
 import os
@@ -54,7 +54,7 @@ def push(
 
 
 def stage(run: Path) -> Path:
-    """Create RUN/push anew and return it. Its weights are hard links to the export's."""
+    """Create the folder RUN/push anew and return it. The weights are hard links to those of the export."""
     run, recipe, folder = run.resolve(), run.resolve().parent, run.resolve() / "push"
     if not (run / "export" / "README.md").exists():
         raise ValueError(f"{run} has no export with a model card: finish it with `smopd train`")
@@ -62,7 +62,7 @@ def stage(run: Path) -> Path:
     shutil.copytree(run / "export", folder, ignore=shutil.ignore_patterns(WEIGHTS))
     for weights in (run / "export").glob(WEIGHTS):
         os.link(weights, folder / weights.name)
-    shutil.copyfile(recipe / "config.yaml", folder / "recipe.yaml")  # config.json is the model's
+    shutil.copyfile(recipe / "config.yaml", folder / "recipe.yaml")  # not config.json, which is the model's
     shutil.copyfile(recipe / "report.html", folder / "report.html")
     return folder
 

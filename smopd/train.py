@@ -19,15 +19,15 @@ from smopd.data.places import located
 from smopd.engine import process
 
 PARENT = "SMOPD_LAUNCHED_BY"
-"""Environment variable in which `launch` gives its ranks its own process id."""
+"""Environment variable with the process id of `launch`, which sets it for its ranks."""
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 END_SECONDS = 30.0
-"""Time that the other ranks have to end once one has failed."""
+"""Time in which the other ranks must end once a rank has failed."""
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
-    if argv is None:  # until Stop handles it, Ctrl-C gives no traceback
+    if argv is None:  # so that Ctrl-C prints no traceback before Stop handles it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if PARENT in os.environ:  # so that no rank outlives `launch`
         process.die_with_parent(int(os.environ[PARENT]))
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         from smopd.run.pipeline import try_recipe
 
         return try_recipe(command)
-    if command.settings.processes > 1 and "RANK" not in os.environ:  # this process is no rank
+    if command.settings.processes > 1 and "RANK" not in os.environ:  # this process is not a rank
         return launch(arguments, command.settings.processes)
     if argv is None:
         gc.disable()  # saves a second: imports make no garbage
@@ -64,14 +64,14 @@ def on_this_machine(model: Model) -> bool:
     try:
         folder = model.factory is not None or located(str(model.path)).exists()
         return folder or isinstance(try_to_load_from_cache(str(model.path), "config.json"), str)
-    except (OSError, ValueError):  # an absent short name, or not a hub id
+    except (OSError, ValueError):  # the path is a short name without data, or not a hub id
         return False
 
 
 def launch(arguments: list[str], processes: int) -> int:
-    """Run the command in `processes` local ranks, at most one per GPU; return the exit status.
+    """Run the command in `processes` local ranks, but at most one per GPU. Return the exit status.
 
-    torchrun's agent does the same, but takes seconds to import torch.
+    torchrun's agent does the same, but it needs seconds to import torch.
     """
     if any(map(os.path.exists, GPU_DRIVERS)):
         import torch
@@ -92,7 +92,7 @@ def launch(arguments: list[str], processes: int) -> int:
 
     for number in process.stop_signals():
         signal.signal(number, hand_on)
-    with socket.socket() as held:  # bound, but not listening: nobody else gets the port before rank 0 does
+    with socket.socket() as held:  # bound but not listening, so that nobody else gets the port before rank 0
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("", 0))
         port = held.getsockname()[1]

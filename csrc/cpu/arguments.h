@@ -18,7 +18,7 @@ namespace smopd {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kGrainElements = 32768;  // least work of a thread
+constexpr int64_t kGrainElements = 32768;  // least work of a thread, in elements
 
 inline Tensor make(const Tensor& like, const std::vector<int64_t>& shape, ScalarType type) {
   return torch::stable::empty(shape, type, std::nullopt, like.device());
@@ -62,7 +62,7 @@ inline void check_temperature(const char* op, const char* name, double temperatu
                 ", expected a positive number");
 }
 
-// The gradient's buffer: like the logits, or the logits themselves.
+// Reads the gradient's buffer, which has the shape and dtype of the logits, or is the logits themselves.
 inline Logits read_gradient(const char* op, const Tensor& t, const Logits& logits) {
   const Logits out = read_logits(op, "grad", t);
   SMOPD_REQUIRE(op, out.type == logits.type && out.rows == logits.rows && out.vocab == logits.vocab,
@@ -72,7 +72,7 @@ inline Logits read_gradient(const char* op, const Tensor& t, const Logits& logit
   return out;
 }
 
-// (N,) float32; absent columns are 0.
+// A (N,) float32 column. An absent column is 0.
 struct Column {
   const float* data = nullptr;
   int64_t stride = 0;
@@ -90,7 +90,7 @@ inline Column read_column(const char* op, const char* name, const std::optional<
   return {rows == 0 ? &none : static_cast<const float*>(t->data_ptr()), t->stride(0)};
 }
 
-// int32 or int64 of two or three dimensions; (N, S) reads as (N, 1, S).
+// int32 or int64 ids with two or three dimensions. (N, S) is read as (N, 1, S).
 struct Ids {
   const void* data = nullptr;
   bool wide = false;
@@ -122,7 +122,7 @@ inline Ids read_ids(const char* op, const char* name, const Tensor& t) {
   return {t.data_ptr(), wide, t.stride(0), last == 2 ? t.stride(1) : 0, t.stride(last)};
 }
 
-// (N,) token ids of int64 or int32. kernels/checks.py has checked that they are in the vocabulary.
+// Reads (N,) token ids of int64 or int32. kernels/checks.py has checked the ids that are used.
 inline std::vector<int64_t> read_token_ids(const char* op, const Tensor& t, int64_t rows) {
   SMOPD_REQUIRE(op, t.is_cpu() && t.dim() == 1 && t.size(0) == rows,
                 "token_ids has to be a CPU tensor of shape (N,) = (", rows, ",)");

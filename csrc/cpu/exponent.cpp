@@ -1,5 +1,5 @@
-// The loops over a block, compiled for each instruction set and vectorized by the compiler. Comparisons are
-// ordered so that they are one instruction and propagate NaN.
+// The loops over a block, compiled for each instruction set and vectorized by the compiler. The operands of
+// comparisons are ordered so that each comparison is one instruction and propagates NaN.
 
 #include "exponent.h"
 
@@ -9,7 +9,7 @@
 namespace smopd {
 namespace {
 
-constexpr int64_t kRun = 256;  // elements summed in float; longer sums of equal numbers would drift
+constexpr int64_t kRun = 256;  // elements summed in float. Longer sums of equal numbers would drift
 constexpr int64_t kMaxLanes = 32;
 constexpr int64_t kLine = 64;  // bytes of a cache line
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
@@ -31,8 +31,8 @@ SMOPD_INLINE void fetch_run(const void* ahead, int64_t from, int64_t n_bytes) {
   for (int64_t byte = 0; byte < n_bytes; byte += kLine) __builtin_prefetch(next + byte);
 }
 
-// 2^(scale x - shift) for x >= lowest and scale x <= shift. The polynomial is our degree-5 minimax (Remez) fit of
-// 2^r in relative error, divided by its constant term: 7e-8 low on average, which cancels in a softmax.
+// Returns 2^(scale x - shift) if x >= lowest and scale x <= shift. The polynomial is our degree-5 Remez fit
+// of 2^r in relative error, divided by its constant term. Its mean error, -7e-8, cancels in a softmax.
 template <bool kFused>
 SMOPD_INLINE float exponential(float x, const Exponent& z) {
   uint32_t rounded;
@@ -54,10 +54,10 @@ SMOPD_INLINE float exponential(float x, const Exponent& z) {
   return p * bits_to_float(rounded << 23);
 }
 
-// 2^x = 2^n 2^r by the Taylor series of 2^r, |r| <= 1/2, whose next term is below 2^-57. 2^n is split into two
-// factors so that a subnormal result is rounded once.
+// 2^x = 2^n 2^r by the Taylor series of 2^r for |r| <= 1/2. The first omitted term is below 2^-57. 2^n is
+// split into two factors so that a subnormal result is rounded once.
 SMOPD_INLINE double exact_exp2(double x) {
-  constexpr double kFar = 1100.0;  // beyond it: 0 or infinity
+  constexpr double kFar = 1100.0;  // beyond it, 2^x is 0 or infinity
   const double below = x > kFar ? kFar : x;
   const double inside = below < -kFar ? -kFar : below;
   const double rounded = std::nearbyint(inside);
@@ -96,7 +96,7 @@ SMOPD_INLINE float max_of(const float* x, int64_t length) {
   return result;
 }
 
-// 16-bit floats are compared as integers, which have the same order after flipping the negative ones.
+// 16-bit floats are compared as integers, which have the same order once negative ones are flipped.
 template <typename T>
 SMOPD_INLINE float max_of(const T* x, int64_t length) {
   int16_t highest = std::numeric_limits<int16_t>::min();
@@ -109,7 +109,7 @@ SMOPD_INLINE float max_of(const T* x, int64_t length) {
   return length == 0 ? kMinusInfinity : result;
 }
 
-// For a shift too large for the vector loop, which models never reach: one element at a time in double.
+// For a shift too large for the vector loop, one element at a time in double. Models never reach this.
 template <bool kDot, typename T>
 BlockSums far_exponentials(const T* x, float* e, int64_t length, const Exponent& z, float reference) {
   BlockSums total{0.0, 0.0};

@@ -1,13 +1,13 @@
 // Exponentials of a row at one temperature, and the loops over its blocks that compute and use them.
 //
-// With scale = log2(e) / T and `shift` the row's largest scale * x so far, rounded up to an integer,
+// With scale = log2(e) / T, and `shift` as the row's largest scale * x so far, rounded up to an integer,
 //
 //     2^(scale x - shift) = 2^n 2^r,   n <= 0 an integer, r = scale x - (shift + n) in [-1/2, 1/2].
 //
-// A fused multiply-add rounds r once, so the relative error is about 1e-7 even for large x. Instruction sets
-// without it compute r in double. NaN propagates to the sums; -inf gives exactly 0.
+// A fused multiply-add rounds r once, so the relative error is about 1e-7 even for large x. Without this
+// instruction, r is computed in double. NaN propagates to the sums, and -inf gives exactly 0.
 //
-// A block fits the L1 cache. Short runs are summed in float lanes, then in double.
+// A block fits into the L1 cache. Short runs are summed in float, and the sums of runs in double.
 
 #pragma once
 
@@ -15,9 +15,9 @@
 #include <cstdint>
 #include <cstring>
 
-// The compiler vectorizes plain loops in functions marked SMOPD_CLONES; helpers are always inlined into them and
-// use their instruction set. No flag here or in setup.py may imply -ffinite-math-only or flush-to-zero:
-// infinities and NaN must work.
+// The compiler vectorizes plain loops in functions marked SMOPD_CLONES. Helpers are always inlined into these
+// and use their instruction set. No flag here or in setup.py may imply -ffinite-math-only or flush-to-zero,
+// because infinities and NaN must stay correct.
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && __GNUC__ >= 12
 #define SMOPD_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #define SMOPD_HAS_CLONES
@@ -71,8 +71,8 @@ SMOPD_INLINE float to_float(Float16 value) {
 // Removes the payload of a NaN.
 SMOPD_INLINE float canonical(float value) { return value == value ? value : bits_to_float(0x7fc00000u); }
 
-// Rounds to T, ties to even. narrow_number is wrong for a NaN with a full payload, which carries into the sign.
-// Payloads propagate, so loops make their coefficients canonical first. narrow is right for every value.
+// Rounds to T, ties to even. narrow is right for every value. narrow_number is wrong for a NaN with a full
+// payload, which carries into the sign. Payloads propagate, so loops first make their coefficients canonical.
 template <typename T>
 SMOPD_INLINE T narrow_number(float value);
 
@@ -89,7 +89,7 @@ SMOPD_INLINE BFloat16 narrow_number<BFloat16>(float value) {
 
 template <>
 SMOPD_INLINE Float16 narrow_number<Float16>(float value) {
-  // Normal results: rebias the exponent and round the 13 dropped bits; limit overflows to infinity.
+  // Normal results: rebias the exponent, round the 13 dropped bits, and limit overflows to infinity.
   // Subnormal results: adding 0.5 leaves the multiple of 2^-24 in the lowest bits.
   const uint32_t bits = float_to_bits(value);
   const uint32_t magnitude = bits & 0x7fffffffu;
@@ -110,9 +110,9 @@ constexpr double kLog2E = 1.4426950408889634074;
 constexpr double kLn2 = 0.69314718055994530942;
 constexpr int64_t kBlockLength = 2048;    // elements
 constexpr int64_t kAhead = 2 * kBlockLength;  // distance of the prefetch
-constexpr float kRounder = 12582912.0f;   // 1.5 * 2^23: a sum with it has its integer part in the low bits
+constexpr float kRounder = 12582912.0f;   // 1.5 * 2^23: adding it puts the integer part into the low bits
 constexpr uint32_t kRounderBits = 0x4b400000u;
-constexpr double kLargestShift = 1 << 20;  // kRounder minus a larger shift would round
+constexpr double kLargestShift = 1 << 20;  // kRounder minus a larger shift would be inexact
 
 struct Exponent {
   float scale;
@@ -125,7 +125,7 @@ struct Exponent {
 
 inline float exponent_scale(double temperature) { return float(kLog2E / temperature); }
 
-// For logits up to `reference`.
+// Returns the Exponent for logits up to `reference`.
 inline Exponent exponent_at(float reference, float scale) {
   const double shift = std::ceil(double(reference) * double(scale));
   const float lowest = float((shift - 127.0) / double(scale));
@@ -136,10 +136,10 @@ inline Exponent exponent_at(float reference, float scale) {
 
 struct BlockSums {
   double sum;  // of e = 2^(scale x - shift)
-  double dot;  // of e (x - reference), where asked
+  double dot;  // of e (x - reference), if requested
 };
 
-// The gradient e (level + slope (x - reference)) + second_level e', e' at the second temperature.
+// The gradient e (level + slope (x - reference)) + second_level e', with e' at the second temperature.
 struct Gradient {
   float level;
   float slope;
@@ -151,16 +151,16 @@ struct Gradient {
 // Sums 2^(scale (x - less) - shift) for a shift that is not far. `ahead`: see below.
 double block_sum(const float* x, int64_t length, float less, const Exponent& z, const void* ahead);
 
-// 2^x in double, each within two units in the last place; `out` may be x.
+// Computes 2^x in double, each within two units in the last place. `out` may be x.
 void exp2_each(const double* x, double* out, int64_t length);
 
-// For T of float, BFloat16 and Float16.
+// These functions exist for T = float, BFloat16 and Float16.
 //
-// block_max: the largest element, -inf if there is none. NaN is ignored or returned.
-// block_exponentials, _dot: write e, which may be x, and sum it. scale x must not exceed the shift. A block at
-// `ahead`, if not null, is prefetched.
-// block_scale: level e. block_curve: with the slope. block_pair: with the slope and the second temperature.
-// `out` may be e or x.
+// block_max returns the largest element, or -inf if there is none. NaN is ignored or returned.
+// block_exponentials and block_exponentials_dot write e, which may be x, and sum it. scale x must not exceed
+// the shift. If `ahead` is not null, the block there is prefetched.
+// block_scale writes level e. block_curve adds the slope, and block_pair also the second temperature. `out`
+// may be e or x.
 #define SMOPD_BLOCK_FUNCTIONS(T)                                                                          \
   float block_max(const T* x, int64_t length);                                                            \
   BlockSums block_exponentials(const T* x, float* e, int64_t length, const Exponent& z, const T* ahead);  \

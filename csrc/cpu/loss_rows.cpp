@@ -41,7 +41,7 @@ struct PolicyTerms {
   int8_t clipped = 0;
 };
 
-// log_ratio: log pi - log pi_old, 0 without an old policy. NaN sets no clip bit and propagates.
+// log_ratio is log pi - log pi_old, or 0 without an old policy. A NaN sets no clip bit and propagates.
 PolicyTerms policy_terms(
     double log_ratio, double adv, const double* reverse_adv, const PolicySettings& settings) {
   const double low = 1.0 - settings.clip_low;
@@ -107,7 +107,7 @@ bool counts(const Tokens& t, int64_t n) {
          t.ent_weight.at(n) != 0.0 || t.reverse_weight.at(n) != 0.0;
 }
 
-// weight * value; 0 if the weight is 0, even if the value is NaN.
+// Returns weight * value. A weight of 0 gives 0, even if the value is NaN.
 double weighted(double weight, double value) { return weight == 0.0 ? 0.0 : weight * value; }
 
 template <typename T>
@@ -160,7 +160,7 @@ void loss_row(const Arguments& a, int64_t n, Work& work) {
   a.clipped[n] = policy.clipped;
 }
 
-// (N,) each: float32, and int8 for the clip bits. See the schema in module.cpp.
+// Each is (N,) float32, except the int8 clip bits. See the schema in module.cpp.
 using Results = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Results loss_rows_cpu(

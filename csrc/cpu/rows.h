@@ -1,8 +1,8 @@
-// A row's terms and their gradient by closed forms; see kernels/reference/loss.py.
+// The terms of a row and their closed-form gradient (see kernels/reference/loss.py).
 //
-// One pass stores the row's exponentials and sums them; a second pass turns them into the gradient. With a tail
-// bucket the stream skips the support, so that the student's mass outside is its own sum. The entries of the
-// support and the token are computed in double from gathered logits and written last.
+// One pass stores the row's exponentials and sums them. A second pass turns them into the gradient. With a
+// tail bucket, the first pass skips the support, so that the student's mass outside the support is its own
+// sum. The entries of the support and the token are computed in double from gathered logits and written last.
 
 #pragma once
 
@@ -30,7 +30,7 @@ inline BFloat16 minus_infinity<BFloat16>() { return {0xff80u}; }
 template <>
 inline Float16 minus_infinity<Float16>() { return {0xfc00u}; }
 
-// A softmax over a row; some slots may be held out of the stream and added afterwards.
+// A softmax over a row. Some slots may be held out of the stream and added afterwards.
 struct Softmax {
   double temperature;
   float scale;
@@ -40,11 +40,11 @@ struct Softmax {
   double dot = 0.0;              // of the same times (x - reference), if requested
   std::vector<double>* shifts;   // of each block's stored exponentials
 
-  // The rest is relative to `origin`, the row's largest logit. Accurate for logits up to 2^30.
+  // The fields below are relative to `origin`, the row's largest logit. Accurate for logits up to 2^30.
   double origin = 0.0;
-  double base = 0.0;         // scale origin rounded up
-  double log2_stream = 0.0;  // log2 of the sum of 2^(scale (x - origin)) over the stream, -inf for nothing
-  double log2_total = 0.0;   // over the whole row, NaN if it has no softmax
+  double base = 0.0;         // scale * origin, rounded up
+  double log2_stream = 0.0;  // log2 of the sum of 2^(scale (x - origin)) over the stream, -inf if it is empty
+  double log2_total = 0.0;   // the same over the whole row, NaN if it has no softmax
   double mean = 0.0;         // of x - origin, if dot was requested
 
   double log2_weight(float x) const { return (double(x) - origin) * double(scale); }
@@ -75,12 +75,12 @@ inline void raise_reference(Softmax& z, float reference) {
   z.reference = reference;
 }
 
-// Adds a block of the stream and writes its exponentials to e, which may be x. `ahead`: see exponent.h.
+// Adds a block of the stream and writes its exponentials to e, which may be x. For `ahead`, see exponent.h.
 template <typename T>
 inline void add_block(Softmax& z, const T* x, float* e, int64_t length, bool dot, const T* ahead) {
   const float highest = block_max(x, length);
   if (highest > z.reference) raise_reference(z, highest);
-  if (z.reference == -kInfinity) {  // only -inf and NaN so far: zeros, with any shift
+  if (z.reference == -kInfinity) {  // only -inf and NaN so far, so any shift will do
     z.sum += block_exponentials(x, e, length, exponent_at(0.0f, z.scale), ahead).sum;
     z.shifts->push_back(-std::numeric_limits<double>::infinity());
     return;
@@ -92,7 +92,7 @@ inline void add_block(Softmax& z, const T* x, float* e, int64_t length, bool dot
   z.shifts->push_back(z.exponent.shift);
 }
 
-// Adds what was held out of the stream (may be null), stores its probabilities and takes the logarithms.
+// Adds the slots held out of the stream, if any, stores their probabilities and takes the logarithms.
 inline void finish_softmax(Softmax& z, Support* held_out) {
   constexpr double kNothing = -std::numeric_limits<double>::infinity();
   const bool streamed = z.reference > -kInfinity;
@@ -145,9 +145,9 @@ struct Row {
   int64_t token;     // in [0, vocab)
   Support* support;  // null without a forward KL
   RowSettings settings;
-  T* out;  // of the gradient, or null; may be the logits
+  T* out;  // the gradient's memory (it may be that of the logits), or null
 
-  bool same = true;  // one temperature
+  bool same = true;  // there is one temperature
   Softmax policy{};  // at the first temperature
   Softmax kl{};      // at the second
   float* exponentials = nullptr;
@@ -166,7 +166,7 @@ struct Slopes {
   double entropy;
 };
 
-// Stores the exponentials in the gradient if it is float and the logits are not read again.
+// Places the exponentials in the gradient's memory if it is float and the logits are not read again.
 template <typename T>
 inline void place_exponentials(Row<T>& row, Work& work) {
   if (row.out == nullptr) return;
@@ -247,7 +247,7 @@ inline void row_terms(Row<T>& row, Work& work) {
   }
 }
 
-// An entry of the gradient of sum(slopes * terms) in the logits:
+// Returns an entry of the gradient of sum(slopes * terms) in the logits:
 //
 //   (1/T) [logp ([v = y] - p_v) - entropy p_v (log p_v + H)]
 //   + (1/T') kl [W p'_v - q_v - (off the support: q_r p'_v / p'_r)],   W = Q + q_r
@@ -267,7 +267,7 @@ inline double gradient_entry(
   return policy / row.policy.temperature + d.kl * kl / row.kl.temperature;
 }
 
-// Writes the row's gradient, after row_terms with an `out`.
+// Writes the row's gradient. row_terms must have been called with an `out`.
 template <typename T>
 inline void row_gradient(const Row<T>& row, const Slopes& d) {
   const Softmax& z = row.policy;
@@ -276,8 +276,8 @@ inline void row_gradient(const Row<T>& row, const Slopes& d) {
     std::fill(row.out, row.out + row.vocab, narrow<T>(std::numeric_limits<float>::quiet_NaN()));
     return;
   }
-  // Off the support an entry is p_v (policy + curve (log p_v + H)) + p'_v kl + off p'_v / p'_r, and p_v is a
-  // multiple of e.
+  // Off the support, an entry is p_v (policy + curve (log p_v + H)) + p'_v kl + off p'_v / p'_r. Here p_v is
+  // a multiple of e.
   const bool any_off = row.kl.log2_stream > -std::numeric_limits<double>::infinity();
   const bool any_kl = support != nullptr && d.kl != 0.0;
   const double kl = any_kl ? d.kl * (support->mass + support->tail_q) / row.kl.temperature : 0.0;

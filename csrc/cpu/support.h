@@ -30,7 +30,7 @@ class IdTable {
     }
   }
 
-  // Returns the place stored for the id; stores and returns `place` if there is none.
+  // Returns the place stored for the id. If there is none, stores `place` and returns it.
   int64_t place_of(int32_t id, int64_t place) {
     uint32_t at = uint32_t(id) * 0x9e3779b1u;
     at = (at ^ (at >> 15)) & mask_;
@@ -53,7 +53,7 @@ class IdTable {
   uint32_t stamp_ = 0;
 };
 
-// Compares pairs of few ids; returns false without looking if there are many.
+// Compares all pairs if there are few ids. If there are many, returns false without a comparison.
 inline bool all_differ(const int32_t* ids, int64_t count) {
   constexpr int64_t kFew = 32;
   if (count > kFew) return false;
@@ -69,18 +69,18 @@ struct Support {
   std::vector<int32_t> ids;    // distinct
   std::vector<float> logits;   // of the student
   std::vector<double> q;       // the target's probability, repeats summed
-  std::vector<double> logq;    // its logarithm, NaN for a sum
+  std::vector<double> logq;    // its logarithm, or NaN if q is a sum
   std::vector<double> p;       // the student's probability at the KL's temperature
-  double mass = 0.0;           // Q, over all slots
-  double q_logq = 0.0;         // sum of q log q over slots, over distinct ids where merged
-  double tail_q = 0.0;         // 1 - Q, 0 below the floor; 0 without tail
+  double mass = 0.0;           // Q, the sum over all slots
+  double q_logq = 0.0;         // sum of q log q over slots, or over distinct ids with tail
+  double tail_q = 0.0;         // 1 - Q, or 0 if below the floor or without tail
   IdTable table;
 
   explicit Support(int64_t capacity)
       : ids(capacity), logits(capacity), q(capacity), logq(capacity), p(capacity), table(capacity) {}
 };
 
-// Sums the probabilities of repeated ids at their first place and sets their logarithm to NaN.
+// Sums the probabilities of repeated ids at their first place, and sets the logarithm there to NaN.
 inline void join_repeats(Support& s) {
   const int64_t live = s.count;
   s.count = 0;
@@ -99,8 +99,8 @@ inline void join_repeats(Support& s) {
   }
 }
 
-// Fills the support from a row's slots; -inf marks an empty one. `distinct`: there are no repeats.
-// With tail, repeats are one entry of the KL; without, each slot is one.
+// Fills the support from a row's slots. -inf marks an empty slot. `distinct`: no id repeats.
+// With `tail`, all slots of an id are one entry of the KL. Without it, each slot is one entry.
 template <typename IdAt, typename LogpAt>
 inline void fill_support(Support& s, int64_t slots, bool tail, bool distinct, IdAt id_at, LogpAt logp_at) {
   int64_t live = 0;

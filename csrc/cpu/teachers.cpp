@@ -12,11 +12,11 @@
 namespace smopd {
 namespace {
 
-constexpr int64_t kElementsPerCandidate = 16;  // cost of a candidate in logits
+constexpr int64_t kElementsPerCandidate = 16;  // cost of a candidate, in units of a logit's cost
 
 using Results = std::tuple<Tensor, Tensor, Tensor>;
 
-// Results ids (N, kappa) int32, logps (N, kappa) and mass (N,) float32.
+// The results: ids (N, kappa) int32, logps (N, kappa) float32, mass (N,) float32.
 struct Kept {
   Results results;
   int32_t* ids;
@@ -31,7 +31,7 @@ struct Kept {
         mass(static_cast<float*>(std::get<2>(results).data_ptr())) {}
 };
 
-// Computes row n by TeacherUnion and writes its log-probabilities to a lane.
+// Computes row n with TeacherUnion, and writes its log-probabilities to a lane.
 void unite_lane(TeacherUnion& candidates, const Target& target, int64_t n, float* logps, int32_t* ids) {
   unite(candidates, target, n);
   for (int64_t k = 0; k < target.kappa; ++k) {

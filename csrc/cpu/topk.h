@@ -1,7 +1,7 @@
-// The kappa largest entries of a stream of blocks, exactly, ties to the lower id.
+// Finds exactly the kappa largest entries of a stream of blocks. Ties go to the lower id.
 //
-// A key holds a value and its id in one integer. Keys above a threshold are appended. A full buffer is cut to the
-// kappa largest, whose smallest becomes the threshold. Ids ascend, so later equal values are never kept.
+// A key combines a value and its id in an integer. Keys above a threshold are appended. A full buffer is cut
+// to the kappa largest, whose least becomes the threshold. Ids ascend, so later equal values are not kept.
 
 #pragma once
 
@@ -17,12 +17,12 @@
 
 namespace smopd {
 
-constexpr int64_t kLanes = 32;       // values compared at a time: bits of a mask
-constexpr int64_t kMaxRanked = 192;  // above this many keys a sort beats counting the larger ones
+constexpr int64_t kLanes = 32;       // values compared at a time, one per bit of a mask
+constexpr int64_t kMaxRanked = 192;  // for more keys, sorting is faster than counting the larger ones
 constexpr int32_t kBisections = 8;   // steps to find the first threshold of a row
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-// The largest key has the largest value at its lowest id. -0 equals +0; NaN is above +inf.
+// Larger values have larger keys, and so do lower ids of equal values. -0 equals +0; NaN is above +inf.
 SMOPD_INLINE int64_t make_key(float value, int64_t id) {
   const uint32_t bits = float_to_bits(value);
   const int32_t magnitude = int32_t(bits & 0x7fffffffu);
@@ -33,19 +33,19 @@ SMOPD_INLINE int64_t make_key(float value, int64_t id) {
 
 SMOPD_INLINE int64_t key_id(int64_t key) { return int64_t(uint32_t(~uint32_t(uint64_t(key)))); }
 
-// The value without the sign of -0 or the payload of a NaN.
+// Returns a key's value without the sign of -0 or the payload of a NaN.
 SMOPD_INLINE float key_value(int64_t key) {
   const int32_t order = int32_t(key >> 32);
   return bits_to_float(order < 0 ? 0x80000000u | uint32_t(-order) : uint32_t(order));
 }
 
-// The largest keys so far: up to `capacity`, then cut to the kappa largest.
+// The largest keys so far. Once there are `capacity` keys, they are cut to the kappa largest.
 struct Candidates {
   int64_t kappa;
   int64_t capacity;
   int64_t count = 0;
   float threshold = -kInf;  // only larger values can still enter
-  int64_t* keys = nullptr;  // of key_slots(kappa)
+  int64_t* keys = nullptr;  // room for key_slots(kappa)
   std::vector<int64_t> sorted;
 
   explicit Candidates(int64_t kappa_in)
@@ -61,7 +61,7 @@ SMOPD_INLINE void prune(Candidates& top) {
     std::nth_element(top.keys, top.keys + (top.kappa - 1), top.keys + top.count, std::greater<int64_t>());
     std::sort(top.keys, top.keys + top.kappa, std::greater<int64_t>());
   } else {
-    // The number of larger keys is a key's place: no mispredicted branches.
+    // A key's place is the number of larger keys. This avoids mispredicted branches.
     const int64_t* keys = top.keys;
     for (int64_t i = 0; i < top.count; ++i) {
       int64_t place = 0;
@@ -73,13 +73,13 @@ SMOPD_INLINE void prune(Candidates& top) {
   top.count = top.kappa;
 }
 
-// Bisects for a threshold that at least kappa entries of the block exceed, and few more. Without it the first
-// block of a row would collect nearly everything.
+// Finds by bisection a threshold that at least kappa entries of the block exceed, but few more. Without it,
+// the first block of a row would collect nearly everything.
 SMOPD_INLINE float first_threshold(
     const Candidates& top, const float* block, int64_t padded, float lowest_lane, float highest) {
   float below = -kInf;
   if (!(lowest_lane > -kInf) || !(highest < kInf)) return below;
-  float low = lowest_lane;  // kLanes entries are as large
+  float low = lowest_lane;  // kLanes entries are at least as large
   if (top.kappa >= kLanes) {
     for (int64_t j = 0; j < padded; ++j) {
       const float finite = block[j] > -kInf ? block[j] : kInf;
@@ -101,7 +101,7 @@ SMOPD_INLINE float first_threshold(
   return below;
 }
 
-// Appends the block's entries above the threshold. Padding is -inf. first: id of the first entry.
+// Appends the block's entries above the threshold. Padding is -inf. `first` is the id of the first entry.
 SMOPD_INLINE void collect(Candidates& top, const float* block, int64_t first, int64_t padded) {
   for (int64_t j = 0; j < padded; j += kLanes) {
     uint32_t hits = 0;
@@ -117,7 +117,7 @@ SMOPD_INLINE void collect(Candidates& top, const float* block, int64_t first, in
   }
 }
 
-// For rows with a NaN or with fewer than kappa entries above -inf.
+// Collects the entries of a row with a NaN or with fewer than kappa entries above -inf.
 template <typename T>
 void collect_all(Candidates& top, const T* row, int64_t vocab) {
   std::vector<int64_t> keys(vocab);
@@ -127,7 +127,7 @@ void collect_all(Candidates& top, const T* row, int64_t vocab) {
 }
 
 // State of a row after some of its blocks. One pass over blocks in the L1 cache converts to float, takes the
-// maximum, sums exponentials, and collects entries if the maximum exceeds the kappa-th largest value so far.
+// maximum and sums exponentials. It collects entries if the maximum exceeds the threshold.
 struct TopKRow {
   double sum = 0.0;  // of exp((x - max) / T)
   float max = -kInf;
@@ -139,7 +139,7 @@ struct TopKRow {
   explicit TopKRow(int64_t kappa) : threshold(lowest_threshold(kappa)) {}
 };
 
-// Values of a block in float, padded with -inf to full lanes, and extremes of the lanes' maxima.
+// Values of a block in float, padded with -inf to full lanes, and the extremes of the lanes' maxima.
 struct Block {
   alignas(64) float copy[kBlockLength];
   const float* values;
@@ -177,7 +177,7 @@ SMOPD_INLINE void read_block(Block& block, const T* x, int64_t length) {
   }
 }
 
-// Adds the elements first, first + 1, ... of a row; `first` is a multiple of kBlockLength.
+// Adds the elements first, first + 1, ... of a row. `first` is a multiple of kBlockLength.
 template <typename T>
 SMOPD_INLINE void add_piece(
     TopKRow& row, Candidates& top, const T* piece, int64_t first, int64_t n_elements, const Exponent& exponent,
@@ -195,8 +195,8 @@ SMOPD_INLINE void add_piece(
       sum *= std::exp2((double(max) - double(block.max)) * double(exponent.scale));
       max = block.max;
     }
-    // Subtract the maximum first, so that a certain token has log-probability exactly 0. A NaN reaches the
-    // sum; search for it if the maximum is infinite.
+    // Subtract the maximum first, so that a token with probability 1 has log-probability exactly 0. A NaN
+    // makes the sum NaN. If the maximum is infinite, nothing is summed, so search for a NaN.
     if (max > -kInf && max < kInf) {
       const bool more = start + 2 * kBlockLength <= n_elements;
       const double added =
@@ -221,7 +221,7 @@ SMOPD_INLINE void add_piece(
   row.threshold = top.threshold;
 }
 
-// Whether the collection has the kappa largest; otherwise use collect_all.
+// Whether the collection has the kappa largest entries. If not, use collect_all.
 inline bool is_collected(const TopKRow& row, int64_t kappa) {
   return kappa == 0 || (!row.has_nan && row.count >= kappa);
 }
@@ -232,7 +232,7 @@ struct Outputs {
   float* token_logp;
 };
 
-// top: the kappa largest in order. out: index of the row's results.
+// `top` has the kappa largest keys in order. `out` is the index of the row's results.
 inline void write_row(
     const TopKRow& row, const Candidates& top, double scale, bool has_token, int64_t out, const Outputs& to) {
   const bool undefined = row.has_nan || row.max == -kInf;

@@ -1,7 +1,7 @@
-// topk_logprobs on the CPU, also over pieces of the vocabulary (topk_begin_cpu, topk_piece_cpu, topk_end_cpu).
+// topk_logprobs on the CPU, also by pieces of the vocabulary (topk_begin_cpu, topk_piece_cpu, topk_end_cpu).
 //
-// One thread computes a row in a fixed order, with the same bits for whole rows and pieces. A row with a NaN, or
-// with only -inf, is NaN; with +inf, NaN there and -inf elsewhere. Shapes: N rows, V vocabulary, P a piece of it.
+// One thread computes a row in a fixed order, so whole rows and pieces give the same bits. A row with a NaN
+// or only -inf is NaN. With +inf, it is NaN there and -inf elsewhere. Shapes: N rows, V vocabulary, P piece.
 
 #include <memory>
 #include <optional>
@@ -27,10 +27,10 @@ struct Arguments {
   const int64_t* token_ids;  // null when there are none
   double temperature;
   Outputs outputs;
-  // Of pieces:
+  // For pieces only:
   int64_t first;
   TopKRow* rows;
-  int64_t* keys;  // key_slots(kappa) a row
+  int64_t* keys;  // key_slots(kappa) per row
 
   template <typename T>
   const T* row(int64_t n) const {
@@ -151,8 +151,8 @@ void check_known(const char* op, const Tensor& rows, const Tensor& keys, int64_t
   SMOPD_REQUIRE(op, fits, "rows or keys are not of topk_begin_cpu with kappa ", kappa);
 }
 
-// Adds logits (N, P) of the vocabulary from `first` on. Pieces come in order; all but the last have a multiple of
-// kBlockLength. token_ids refer to the whole vocabulary.
+// Adds logits (N, P) of the vocabulary from `first` on. Pieces come in order, and the width of each except
+// the last is a multiple of kBlockLength. token_ids refer to the whole vocabulary.
 void topk_piece_cpu(
     const Tensor& logits, int64_t first, int64_t kappa, const std::optional<Tensor>& token_ids,
     double temperature, const Tensor& rows, const Tensor& keys) {
@@ -171,8 +171,8 @@ void topk_piece_cpu(
   run({input.data, input.stride, input.vocab, kappa, given, temperature, {}, first, known, all}, input);
 }
 
-// Returns ids, logps, token_logp and valid (N,) bool: not valid are rows with a NaN or with fewer than kappa
-// entries above -inf.
+// Returns ids, logps, token_logp and valid, (N,) bool. If kappa is above 0, a row with a NaN or with fewer
+// than kappa entries above -inf is not valid.
 std::tuple<Tensor, Tensor, Tensor, Tensor> topk_end_cpu(
     const Tensor& rows, const Tensor& keys, int64_t kappa, bool has_token, double temperature) {
   const char* op = "topk_end_cpu";

@@ -10,7 +10,7 @@
 namespace smopd {
 namespace {
 
-// A key's place is the number of larger keys: no mispredicted branches, and the compiler vectorizes it.
+// A key's place is the number of larger keys. This avoids mispredicted branches and is vectorized.
 SMOPD_CLONES void count_larger(const int64_t* keys, int64_t count, int32_t* sorted) {
   for (int64_t i = 0; i < count; ++i) {
     const int64_t key = keys[i];
@@ -27,7 +27,7 @@ constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 using Floats __attribute__((vector_size(kRowLanes * sizeof(float)))) = float;
 using Ints __attribute__((vector_size(kRowLanes * sizeof(int32_t)))) = int32_t;
 
-// Writes the entries after the first. Returns whether the list does not descend.
+// Writes the entries after the first to `next`. Returns whether the list does not descend.
 template <int64_t kStride>
 SMOPD_INLINE bool read_list(const float* logps, int64_t stride, float alpha, int64_t slots, float* next) {
   const int64_t step = kStride > 0 ? kStride : stride;

@@ -1,4 +1,4 @@
-// The mixture of several teachers' sparse log-probabilities: pooled (repeats stay) or merged by logsumexp.
+// The mixture of several teachers' sparse log-probabilities. Repeats are pooled or merged by logsumexp.
 
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace smopd {
 
-// Writes the indices 0..count-1 by descending key to `sorted`, at least the first `kept`. Keys are distinct.
+// Sorts the indices 0..count-1 by descending key into `sorted`, at least the first `kept`. Keys differ.
 void rank_keys(const int64_t* keys, int64_t count, int64_t kept, int32_t* sorted);
 
 class TeacherUnion {
@@ -35,8 +35,8 @@ class TeacherUnion {
   std::vector<int32_t> ids;  // by descending log-probability
   std::vector<float> logps;
 
-  // Keeps the `kappa` best candidates. Ties go to the lower id if merged, else to the lower teacher and then to
-  // its order. NaN comes first; -inf is no candidate.
+  // Keeps the `kappa` best candidates. If merged, ties go to the lower id. Otherwise they go to the lower
+  // teacher, then to its earlier entry. NaN comes first, and -inf is no candidate.
   template <typename IdAt, typename LogpAt>
   void fill(int64_t teachers, int64_t slots, int64_t kappa, bool merge, IdAt id_at, LogpAt logp_at) {
     int64_t distinct = 0;
@@ -74,7 +74,7 @@ class TeacherUnion {
     float logp;
   };
 
-  // Replaces the largest log-probability of a repeated id by the logsumexp of all.
+  // Replaces the largest log-probability of each repeated id by the logsumexp of all of them.
   void sum_repeats(int64_t repeats) {
     for (int64_t i = 0; i < repeats; ++i) {
       const int32_t place = repeats_[i].place;
@@ -87,7 +87,7 @@ class TeacherUnion {
     for (int64_t i = 0; i < repeats; ++i) {
       const int32_t place = repeats_[i].place;
       if (sums_[place] > 1.0f || sums_[place] != sums_[place]) peaks_[place] += std::log(sums_[place]);
-      sums_[place] = 1.0f;  // once
+      sums_[place] = 1.0f;  // so that this is done once
     }
   }
 
@@ -101,12 +101,12 @@ class TeacherUnion {
   IdTable table_;
 };
 
-// The pooled mixture of several rows at once, one per lane: a merge of sorted lists that takes one entry per step
-// from each row. Rows with a NaN or with lists that do not descend go to TeacherUnion.
+// The pooled mixture of several rows at once, one row per lane: a merge of sorted lists, where each step
+// takes one entry from each row. TeacherUnion computes rows with a NaN or a list that does not descend.
 
 constexpr int64_t kRowLanes = 8;  // rows at once
 
-// The lists of kRowLanes rows and the entries taken from them. Columns are [...][lane].
+// The lists of kRowLanes rows, and the entries taken from them.
 struct Pool {
   Pool(int64_t teachers_in, int64_t slots_in, int64_t kappa_in)
       : teachers(teachers_in),
@@ -122,11 +122,11 @@ struct Pool {
   int64_t teachers;
   int64_t slots;
   int64_t kappa;
-  std::vector<float> next;      // [lane][teacher][slot]: the list's next entry, -inf behind its last
+  std::vector<float> next;      // [lane][teacher][slot]: the entry after this one, -inf after the last
   std::vector<float> heads;     // [teacher][lane]: the largest entry left
   std::vector<int32_t> places;  // [teacher][lane]: teacher * slots + slot of the head
-  std::vector<float> logps;     // [kappa][lane]: descending, then -inf
-  std::vector<int32_t> taken;   // [kappa][lane]: their places, negative where there is none
+  std::vector<float> logps;     // [kappa][lane]: entries taken, descending, then -inf
+  std::vector<int32_t> taken;   // [kappa][lane]: places of these entries, negative for -inf
   std::vector<double> exponentials;  // [kappa][lane]
 };
 
@@ -134,16 +134,15 @@ inline bool fits_pool(const Target& target) {
   return target.teachers * target.slots < (int64_t(1) << 31) / kRowLanes;
 }
 
-// Reads the lists of rows n to n + n_rows - 1. Returns bits of the rows that cannot be merged; they stay empty.
+// Reads the lists of n_rows rows from n on. Returns a bit for each row that cannot be merged and stays empty.
 uint32_t read_lists(Pool& pool, const Target& target, int64_t n, int64_t n_rows);
 
-// Ties go to the lower teacher, then to its own order.
+// Merges the lists. Ties go to the lower teacher, then to its earlier entry.
 void merge_lists(Pool& pool);
 
 // mass[lane] = sum of exp(logps).
 void sum_lanes(Pool& pool, double* mass);
 
-// Working memory for the support of a row.
 struct TargetWork {
   TeacherUnion candidates;
   Support support;
@@ -153,10 +152,10 @@ struct TargetWork {
         support(target.is_union() ? std::min(target.kappa, target.teachers * target.slots) : target.slots) {}
 };
 
-// Returns -1, which is in no vocabulary, for ids that do not fit int32.
+// Returns -1, which is in no vocabulary, for an id that does not fit into int32.
 inline int32_t narrow_id(int64_t id) { return id == int64_t(int32_t(id)) ? int32_t(id) : -1; }
 
-// Fills the candidates of row n; -inf is no candidate.
+// Fills the candidates of row n. An entry of -inf is no candidate.
 inline void unite(TeacherUnion& candidates, const Target& target, int64_t n) {
   candidates.fill(
       target.teachers, target.slots, target.kappa, target.merge,
@@ -164,7 +163,7 @@ inline void unite(TeacherUnion& candidates, const Target& target, int64_t n) {
       [&](int64_t m, int64_t s) { return target.logps.at(n, m, s) + target.log_alpha.at(n, m, 0); });
 }
 
-// Row n's support, or null without a target. kernels/checks.py has checked that its ids are in the vocabulary.
+// Returns row n's support, or null without a target. kernels/checks.py has checked the ids that are used.
 inline Support* row_support(TargetWork& work, const Target& target, int64_t n, bool tail) {
   if (!target.present()) return nullptr;
   Support& support = work.support;

@@ -1,10 +1,10 @@
-"""The local rollout engine: transformers with a key-value cache, on an unsharded copy of the policy.
+"""The local rollout engine, which samples with transformers from an unsharded copy of the policy.
 
-The random number of a draw is a hash of (seed, group, sample, position). Up to rounding, responses therefore
-do not depend on how prompts are batched or spread over ranks. `Decoder` samples the same responses with
-static buffers, so that a CUDA graph can replay the step that samples a token.
+Each draw uses a hash of (seed, group, sample, position) as its random number. Up to rounding, responses
+therefore do not depend on how prompts are batched or distributed over ranks. `Decoder` samples the same
+responses into static buffers. This lets a CUDA graph replay the step that samples a token.
 
-Shapes: R rows, T new tokens, L prompt positions, C positions that the buffers hold, K key-value heads.
+Shapes: R rows, T new tokens, L prompt positions, C positions in the buffers, K key-value heads.
 """
 
 import logging
@@ -29,18 +29,18 @@ from smopd.kernels.dispatch import serving
 
 log = logging.getLogger(__name__)
 
-COMPACT_SHARE = 0.8  # ours: finished rows are removed once the share of unfinished rows drops to this
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names in transformers' configs
+COMPACT_SHARE = 0.8  # ours: share of unfinished rows at which finished rows are removed
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # fields of transformers' configs
 # SplitMix64's constants as int64
 GOLDEN, MIX_1, MIX_2 = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 Way = Literal["together", "alone", "uncached"]
-"""together: one padded batch; alone: one prompt at a time in the model's own cache; uncached: no cache."""
-CHECK_TOKENS = 4  # ours: tokens sampled by the self-check
+"""together: one padded batch; alone: one prompt at a time, with a cache; uncached: alone, without a cache."""
+CHECK_TOKENS = 4  # ours: tokens per response in the self-check
 _WAYS: dict[tuple, Way] = {}
-"""The way that has passed the self-check in this process, keyed by `paths.architecture`."""
+"""For each `paths.architecture`, the Way that has passed the self-check in this process."""
 CHECK_EVERY = 16  # tokens (ours) between checks for finished rows; each check synchronizes with the device
-BLOCK = 256  # positions (ours): smaller blocks need more graphs, larger ones read more unused keys
-ALIGNED = 16  # positions (ours): torch's kernels copy masks whose rows are not 16-byte aligned
+BLOCK = 256  # positions (ours): a small block needs more graphs, a large block reads more unused keys
+ALIGNED = 16  # positions (ours): torch's kernels would copy a mask whose rows are not 16-byte aligned
 
 
 class Begun(NamedTuple):
@@ -49,24 +49,24 @@ class Begun(NamedTuple):
     cache: Cache
     logits_RV: Tensor
     seen_RL: Tensor
-    """False at padding of the prompt."""
+    """False at the padding before a prompt."""
     position_R1: Tensor
     """Position of the first response token."""
     uniform_RT: Tensor
-    """float64 in [0, 1) for each new token."""
+    """The random number for each new token, a float64 in [0, 1)."""
 
 
 class LocalRollout:
     """A transformers model as a `RolloutEngine`.
 
     Args:
-        model: on its device and in the dtype for sampling; the engine owns it.
+        model: already on its device and in the dtype for sampling. The engine modifies the model.
         end_ids: tokens that end a response.
-        max_batch_tokens: limit of cache positions; prompts beyond this limit are sampled in further turns.
-        decoding: "loop", "in_place", or "auto" (in place on CUDA if the model allows it).
+        max_batch_tokens: maximum cache positions of a batch. Prompts that do not fit form further batches.
+        decoding: "loop", "in_place", or "auto", which means in place on CUDA if the model allows it.
     Raises:
-        ValueError: "in_place" does not suit the model.
-        UnusableModel: no way of sampling agrees with the model's forward.
+        ValueError: `decoding` is "in_place", which the model does not support.
+        UnusableModel: no `Way` of sampling agrees with the model's forward.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class LocalRollout:
         self.graphs = self.in_place and model.device.type == "cuda"
 
     def _choose_way(self) -> Way:
-        """Return the fastest way whose log-probabilities agree with transformers' forward."""
+        """Return the fastest `Way` whose log-probabilities agree with those of transformers' forward."""
         reasons = [attention.why_not_packed(self.model)]
         ways: list[Way] = ["alone", "uncached"] if reasons[0] else ["together", "alone", "uncached"]
         key = paths.architecture(self.model)
@@ -111,7 +111,7 @@ class LocalRollout:
                     expected_N = paths.single_logps(self.model, rollouts)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # whatever this architecture cannot do
+            except Exception as error:  # any exception means that the architecture cannot do this
                 reasons.append(f"{self.way}: {paths.brief(error)}")
                 continue
             off = paths.difference(self.model, torch.cat([each.logps for each in rollouts]), expected_N.cpu())
@@ -141,7 +141,7 @@ class LocalRollout:
         return list(chain.from_iterable(results))
 
     def _turns(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[list[int]]:
-        """Yield indices of prompts that are sampled together, short ones first."""
+        """Yield lists of prompt indices. The prompts of a list are sampled together, short prompts first."""
         turn: list[int] = []
         for i in sorted(range(len(prompts)), key=lambda i: len(prompts[i])):
             positions = len(prompts[i]) + sampling.max_new_tokens
@@ -154,7 +154,7 @@ class LocalRollout:
             yield turn
 
     def _crosses(self, prompt_length: int, sampling: Sampling) -> bool:
-        """Return whether responses may grow beyond the boundary of the rotary embedding."""
+        """Return whether a response may grow beyond `boundary`, where the rotary embedding changes."""
         return self.boundary is not None and prompt_length + sampling.max_new_tokens > self.boundary
 
     def _sample(self, prompts: list[tuple[int, ...]], groups: list[int], sampling: Sampling) -> list[Rollout]:
@@ -190,7 +190,7 @@ class LocalRollout:
         own = torch.eye(longest, dtype=torch.bool, device=device)
         mask = (causal & real[:, None, None, :]) | own
         most = longest + sampling.max_new_tokens
-        cache = Cache(layer_class_to_replicate=partial(GrowingLayer, most))  # no windows: masks apply them
+        cache = Cache(layer_class_to_replicate=partial(GrowingLayer, most))  # the masks apply windows
         masks = attention.layer_masks(self.model, mask, position, position)
         logits = self.forward(ids, masks, position, cache)
         keys_R = torch.tensor(groups, device=device).repeat_interleave(n)
@@ -200,7 +200,7 @@ class LocalRollout:
         return Begun(cache, logits_RV, seen_RL, position[:, -1:].repeat_interleave(n, 0) + 1, uniform_RT)
 
     def _decode(self, begun: Begun, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """Return (R, T) tokens and log-probabilities; entries after a row's end token are undefined."""
+        """Return (R, T) tokens and log-probabilities. Entries after a row's end token are undefined."""
         cache, logits, seen, position, uniform_RT = begun
         device, shape = logits.device, uniform_RT.shape
         cache.batch_repeat_interleave(sampling.n)
@@ -229,7 +229,7 @@ class LocalRollout:
         return tokens_RT, logps_RT
 
     def _decode_alone(self, prompt: tuple[int, ...], group: int, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """Sample the responses to one prompt with the model's masks and cache; return as `_decode` does."""
+        """Sample the responses to one prompt until all have ended. Otherwise return the same as `_decode`."""
         n, n_new, device = sampling.n, sampling.max_new_tokens, self.model.device
         keys_R, samples_R = torch.full((n,), group, device=device), torch.arange(n, device=device)
         uniform_RT = uniform(sampling.seed, keys_R, samples_R, n_new)
@@ -238,7 +238,7 @@ class LocalRollout:
         options: dict[str, Any] = {"use_cache": self.way != "uncached"}
         for step in range(n_new):
             crossing = self.boundary is not None and seen_RL.shape[1] == self.boundary + 1
-            if self.way == "uncached" or step == 0 or crossing:  # earlier keys have to be rotated again
+            if self.way == "uncached" or step == 0 or crossing:  # a crossing changes the rotation of all keys
                 ids = seen_RL
                 attention.reset_rope(self.model)
                 if self.way != "uncached":
@@ -259,9 +259,9 @@ class LocalRollout:
 
 
 class GrowingLayer(DynamicLayer):
-    """A layer's keys and values, (R, K, L, d), with spare positions, so that a token is written in place.
+    """A layer's keys and values, (R, K, L, d). Spare positions let a new token be written in place.
 
-    most: the largest number of positions that will be needed.
+    most: the maximum number of positions that will be needed.
     """
 
     is_initialized: bool
@@ -283,7 +283,7 @@ class GrowingLayer(DynamicLayer):
 
 
 def _appended(x: Tensor, more: Tensor, most: int) -> Tensor:
-    """Return x, (R, K, L, d), followed by `more`. If x has spare positions, `more` is written there."""
+    """Append `more` to x, (R, K, L, d), and return the result. If x has spare positions, write in place."""
     n_rows, n_heads, length, size = x.shape
     total = length + more.shape[2]
     if length == 0 or x.stride(1) < total * size:
@@ -296,7 +296,7 @@ def _appended(x: Tensor, more: Tensor, most: int) -> Tensor:
 
 
 class Slots(StaticLayer):
-    """A layer's keys and values, (R, K, C, d). Each token is written at `slot`, shared by all layers."""
+    """A layer's keys and values, (R, K, C, d). A new token is written at `slot`, which all layers share."""
 
     def __init__(self, keys: Tensor, values: Tensor, slot: Tensor):
         super().__init__(max_cache_len=keys.shape[2])
@@ -312,7 +312,7 @@ class Slots(StaticLayer):
 
 
 class Decoder:
-    """Buffers and CUDA graph of rows sampled together. A failed capture sets `engine.graphs` to False."""
+    """Buffers and a CUDA graph for rows sampled together. A failed capture sets `engine.graphs` to False."""
 
     def __init__(self, engine: LocalRollout, begun: Begun, sampling: Sampling):
         self.engine, self.sampling = engine, sampling
@@ -344,7 +344,7 @@ class Decoder:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def run(self) -> tuple[Tensor, Tensor]:
-        """Return (R, T) tokens and log-probabilities; entries after a row's end token are undefined."""
+        """Return (R, T) tokens and log-probabilities. Entries after a row's end token are undefined."""
         tokens_RT, logps_RT = self.tokens_RT.clone(), self.logps_RT.clone()
         rows = torch.arange(len(tokens_RT), device=tokens_RT.device)
         with nullcontext() if self.stream is None else torch.cuda.device(self.stream.device):
@@ -376,7 +376,7 @@ class Decoder:
             counter.add_(1)
 
     def _advance(self) -> None:
-        """Compute a token. Per shape, the first call warms up, the second captures, and later ones replay."""
+        """Sample a token in each row. With graphs, the second call for a shape captures a graph to replay."""
         if self.engine.graphs and self.warm and self.graph is None:
             self._capture()
         if self.graph is not None:
@@ -395,7 +395,7 @@ class Decoder:
             self.graph = graph
         except RuntimeError as error:  # capturing runs nothing, so the rows are unchanged
             if before is not None:
-                torch.cuda.set_stream(before)  # torch does not restore it after a failed capture
+                torch.cuda.set_stream(before)  # torch does not restore the stream after a failed capture
             self.engine.graphs = False
             log.warning("sampling without CUDA graphs: capture failed: %s", error)
 
@@ -414,7 +414,7 @@ class Decoder:
             layer.values = self._room(layer.values, 2, 0.0)
 
     def _room(self, x: Tensor, dim: int, fill: float, repeats: int = 1) -> Tensor:
-        """Return x with each row repeated and `dim` extended by another block of positions."""
+        """Return x with each row repeated, and with room for another BLOCK of positions in `dim`."""
         shape = list(x.shape)
         wanted = min(self.filled + BLOCK, self.most)
         shape[0], shape[dim] = repeats * shape[0], -(-wanted // ALIGNED) * ALIGNED
@@ -424,7 +424,7 @@ class Decoder:
 
 
 def why_not_in_place(model: PreTrainedModel, way: Way) -> str | None:
-    """Return why `model` cannot be decoded in place, or None."""
+    """Return why `model` cannot be decoded in place, or None if it can."""
     if way != "together":
         return "its prompts are sampled one at a time"
     config = model.config.get_text_config()
@@ -436,20 +436,20 @@ def why_not_in_place(model: PreTrainedModel, way: Way) -> str | None:
 
 
 def draw(logits_RV: Tensor, sampling: Sampling, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw (R,) tokens by inverting the cumulative distribution at uniform_R; also return log-probabilities.
+    """Draw (R,) tokens by inverting the cumulative distribution at uniform_R. Return them and their logps.
 
-    At temperature 0, return the most likely token and its log-probability at temperature 1.
+    At temperature 0, return each row's most likely token and its log-probability at temperature 1.
     """
     if sampling.temperature == 0:
         logps_RV = logits_RV.float().log_softmax(-1)
         token_R = logps_RV.argmax(-1)
         return token_R, logps_RV.gather(-1, token_R[:, None])[:, 0]
     token_R, logp_R = serving("draw", logits_RV)(logits_RV, sampling.temperature, uniform_R)
-    return token_R.clamp(max=logits_RV.shape[-1] - 1), logp_R  # a row of NaN has no token
+    return token_R.clamp(max=logits_RV.shape[-1] - 1), logp_R  # a row of NaN may give id V
 
 
 def uniform(seed: int, keys_R: Tensor, samples_R: Tensor, positions: int) -> Tensor:
-    """Hash (seed, key, sample, position) to (R, positions) float64 in [0, 1) by SplitMix64's finalizer."""
+    """Hash (seed, key, sample, position) to (R, positions) float64 in [0, 1) with SplitMix64's finalizer."""
     state = _mix(torch.full_like(keys_R[:, None], seed))
     for part in (keys_R[:, None], samples_R[:, None], torch.arange(positions, device=keys_R.device)):
         state = _mix(state + (part + 1) * GOLDEN)
@@ -463,5 +463,5 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
+    """Shift int64 to the right and fill with zeros."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

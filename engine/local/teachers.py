@@ -1,4 +1,4 @@
-"""Frozen transformers models as teachers. LoRA teachers of one base share its weights.
+"""Frozen transformers models as teachers. LoRA teachers with the same base model share its weights.
 
 Shapes: N response tokens in flat order, M teachers, S = kappa entries, D hidden, V vocabulary.
 """
@@ -33,12 +33,12 @@ log = logging.getLogger(__name__)
 
 
 class Dropping:
-    """A counter of the entries dropped as vocabulary padding. It warns at the first drop."""
+    """A counter of entries that are dropped as vocabulary padding. The first drop logs a warning."""
 
     vocabulary: int
     """The student's vocabulary size."""
     rows: int
-    """The smallest vocabulary size of the teachers."""
+    """The smallest vocabulary size among the teachers."""
     dropped = 0
 
     @property
@@ -52,7 +52,7 @@ class Dropping:
         self.dropped += entries
 
     def inside(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], Tensor]:
-        """Return the rollouts with ids clamped to the teachers' vocabularies, and (N,) bool: whether clamped.
+        """Return the rollouts with ids clamped to the teachers' vocabularies, and an (N,) bool mask of these.
 
         The caller sets the log-probabilities of clamped tokens to -inf.
         """
@@ -65,7 +65,7 @@ class Dropping:
         return [replace(r, response_ids=r.response_ids.clamp(max=last)) for r in rollouts], outside_N
 
     def without_padding(self, top: TeacherTopK) -> TeacherTopK:
-        """Return `top` with empty slots, sorted last, in place of ids that are not shared."""
+        """Return `top` with empty slots in place of ids that are not shared. Empty slots come last."""
         padding_NMS = top.ids_NMS >= self.shared
         entries = int(padding_NMS.sum())
         if entries == 0:
@@ -78,7 +78,7 @@ class Dropping:
 
 
 class LocalTeacher(NamedTuple):
-    """A model in which one adapter is active, or none."""
+    """A teacher: `model` with the adapter named `adapter` or, if that is None, without any adapter."""
 
     model: PreTrainedModel
     adapter: str | None = None
@@ -88,9 +88,9 @@ class LocalTeachers(Dropping):
     """Transformers models as a `TeacherEngine`.
 
     Args:
-        models: at least one, on their device and in the dtype for scoring. A model may have several adapters.
-        vocabulary: the student's vocabulary size. A teacher's may be larger because of padding.
-        tokens: the number of student ids that are real tokens, which every teacher must have. None: all ids.
+        models: at least one, already on its device and in the dtype for scoring. Teachers may share a model.
+        vocabulary: the student's vocabulary size. A teacher's size may differ because of padding.
+        tokens: the student's number of real tokens. Every teacher must have them. None means `vocabulary`.
     Raises:
         UnusableModel: a teacher's vocabulary is smaller than `tokens`.
     """
@@ -153,7 +153,7 @@ def load_teachers(
     *,
     tokens: int | None = None,
 ) -> LocalTeachers:
-    """Load models (folders or hub ids) and peft adapters (folders) as teachers; each base is loaded once."""
+    """Load models (folders or hub ids) and peft adapters (folders) as teachers. Load each base only once."""
     loaded: dict[str, PreTrainedModel] = {}
     teachers = []
     for i, path in enumerate(paths):
@@ -182,7 +182,7 @@ def empty_topk(n_tokens: int, n_teachers: int, n_support: int, device: torch.dev
 
 
 class StudentsBase:
-    """A LoRA student's frozen base as a `TeacherEngine` for kappa 0; scoring is a collective call."""
+    """The frozen base of a LoRA student as a `TeacherEngine` with kappa 0. `score` is a collective call."""
 
     def __init__(self, student: Student):
         self.student, self.dropped = student, 0
@@ -203,7 +203,7 @@ class StudentsBase:
 def held_already(
     path: str | Path, student_path: str | Path, student: Student, teachers: TeacherEngine | None
 ) -> TeacherEngine | None:
-    """Return an engine for the model at `path` if a LoRA student or LoRA teachers hold it, else None."""
+    """Return an engine for the model at `path` if a LoRA student or a teacher has loaded it, else None."""
     if student.lora is not None and same_place(path) == same_place(student_path):
         return StudentsBase(student)
     return None if teachers is None else teachers.base(path)

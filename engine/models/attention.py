@@ -1,4 +1,4 @@
-"""Attention over packed rows: under one mask, or by pieces, which avoids a cost quadratic in row length.
+"""Attention over packed rows, under one mask or by pieces. Pieces avoid a cost quadratic in row length.
 
 Shapes: T positions of a packed batch, S pieces, H heads, K key-value heads, G = H / K, d head dimension.
 """
@@ -20,22 +20,22 @@ from smopd.engine.models.loading import decoder_of
 from smopd.engine.types import Attends, Piece, TokenBatch
 from smopd.kernels.ops.attention import by_halves
 
-PIECES = "smopd_pieces"  # names among transformers' attention functions
+PIECES = "smopd_pieces"  # names of our functions in transformers' attention registry
 TOKENS = "smopd_token"
-PACKED_LAYERS = {"full_attention", "sliding_attention"}  # transformers' layer types that our masks express
+PACKED_LAYERS = {"full_attention", "sliding_attention"}  # layer types of transformers that our masks support
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
-"""Needed since torch 2.12 if keys have fewer heads than queries."""
+"""An option that torch >= 2.12 needs if keys have fewer heads than queries."""
 
 
 def set_attention(model: PreTrainedModel, attends: Attends) -> None:
-    """Select the attention function of `model`: ours for pieces, else transformers'."""
+    """Select the attention function of `model`: `attend_pieces` for pieces, else transformers' own."""
     if attends == "pieces":
         hopper = model.device.type == "cuda" and torch.cuda.get_device_capability(model.device)[0] == 9
         if hopper and find_spec("flash_attn_interface") is not None:  # untested
             attention.activate_flash_attention_impl("FA3")
         _register(PIECES, attend_pieces)
         model.set_attn_implementation(PIECES)
-    else:  # transformers computes eagerly what its sdpa cannot
+    else:  # eager if transformers' sdpa does not support the model
         by_sdpa = model._supports_sdpa and not _needs_eager(model)
         model.set_attn_implementation("sdpa" if by_sdpa else "eager")
 
@@ -54,7 +54,7 @@ def _register(name: str, attend: Callable[..., tuple[Tensor, None]]) -> None:
 
 
 def why_not_pieces(model: PreTrainedModel, dtype: torch.dtype | None = None) -> str | None:
-    """Return why `model` cannot attend piece by piece in `dtype`, or None."""
+    """Return why `model` cannot attend by pieces in `dtype`, or None if it can."""
     if model.device.type == "cuda" and dtype == torch.float32:
         return "torch's variable-length kernels take no fp32"
     if reason := why_not_packed(model) or _needs_eager(model):
@@ -69,7 +69,7 @@ def why_not_pieces(model: PreTrainedModel, dtype: torch.dtype | None = None) -> 
 
 
 def why_not_packed(model: PreTrainedModel) -> str | None:
-    """Return why a mask cannot separate packed sequences in `model`, or None."""
+    """Return why a mask cannot separate packed sequences in `model`, or None if it can."""
     config = model.config.get_text_config()
     if others := sorted(set(getattr(config, "layer_types", None) or []) - PACKED_LAYERS):
         return f"the model has {others} layers"
@@ -79,13 +79,13 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
 
 
 def window_of(config: Any) -> int | None:
-    """Return the sliding window of a text config, or None if it covers the whole context."""
+    """Return a text config's sliding window. Return None if there is none or it covers the whole context."""
     window = getattr(config, "sliding_window", None)
     return window if window and window < getattr(config, "max_position_embeddings", window + 1) else None
 
 
 def rope_boundary(config: Any) -> int | None:
-    """Return the length above which a sequence changes the rotary embedding of its whole batch, or None."""
+    """Return the length above which a sequence changes its whole batch's rotary embedding, or None."""
     rope = getattr(config, "rope_parameters", None) or {}
     boundaries = []
     for each in [rope] if "rope_type" in rope else rope.values():
@@ -97,11 +97,11 @@ def rope_boundary(config: Any) -> int | None:
 
 
 def reset_rope(model: PreTrainedModel) -> None:
-    """Make dynamic rotary embeddings forget the longest length so far, which transformers stores."""
+    """Reset dynamic rotary embeddings, for which transformers stores the longest length so far."""
     if rope_boundary(model.config.get_text_config()) is None:
         return
     for module in model.modules():
-        kinds = getattr(module, "rope_type", None)  # a dict by layer type in Gemma 3
+        kinds = getattr(module, "rope_type", None)  # in Gemma 3, a dict from layer type to RoPE type
         if not isinstance(kinds, dict):
             kinds = {"": kinds}
         for prefix in (f"{name}_" if name else "" for name, kind in kinds.items() if kind == "dynamic"):
@@ -122,7 +122,7 @@ def decoder_inputs(model: PreTrainedModel, batch: TokenBatch) -> dict[str, Any]:
 
 
 def mask_of(pieces: Sequence[Piece], shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the (rows, 1, L, L) bool mask of (rows, L) positions, True where a query sees a key."""
+    """Return the (rows, 1, L, L) bool mask of (rows, L) positions. It is True where a query sees a key."""
     spans_S4 = torch.tensor([*pieces])
     spans_T4 = spans_S4.repeat_interleave(spans_S4[:, 1] - spans_S4[:, 0], 0).to(device)
     begin, _, prompt_begin, prompt_end = spans_T4.view(*shape, 1, 4).unbind(-1)
@@ -135,9 +135,9 @@ def mask_of(pieces: Sequence[Piece], shape: tuple[int, ...], device: torch.devic
 def layer_masks(
     model: PreTrainedModel, mask: Tensor, query_RQ: Tensor, key_RK: Tensor
 ) -> Tensor | dict[str, Tensor]:
-    """Return `mask` as `model`'s layers expect it: per layer type if some have windows, additive if eager.
+    """Return `mask` in the format of `model`: by layer type if some layers have windows, additive if eager.
 
-    mask: (R or 1, 1, Q, K) bool; query_RQ, key_RK: positions in their sequences.
+    mask: (R or 1, 1, Q, K) bool. query_RQ, key_RK: positions of queries and keys in their sequences.
     """
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or [])
@@ -155,7 +155,7 @@ def layer_masks(
     return {"full_attention": as_taken(mask), "sliding_attention": sliding} if kinds else sliding
 
 
-@torch.compiler.disable  # pieces differ in each batch
+@torch.compiler.disable  # each batch has other pieces and would be compiled again
 def attend_pieces(
     module: torch.nn.Module,
     query: Tensor,
@@ -174,7 +174,7 @@ def attend_pieces(
     if pieces is None:
         sdpa = AttentionInterface()["sdpa"]
         return sdpa(module, query, key, value, attention_mask, scaling=scaling, **others)
-    # the kernels do not support fp32; on a GPU only the self-check calls this function with fp32
+    # The GPU kernels do not support fp32. On a GPU, only the self-check calls this function with fp32.
     dtype = torch.bfloat16 if query.is_cuda and query.dtype == torch.float32 else query.dtype
     query_THd, key_TKd, value_TKd = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
     attend = by_kernel if query.is_cuda else by_halves
@@ -182,7 +182,7 @@ def attend_pieces(
 
 
 def set_token_attention(model: PreTrainedModel) -> None:
-    """Select `attend_token` if `model` attends by sdpa."""
+    """Select `attend_token` if `model` uses sdpa and supports custom attention functions."""
     if model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
         _register(TOKENS, attend_token)
         model.set_attn_implementation(TOKENS)
@@ -198,8 +198,8 @@ def attend_token(
 ) -> tuple[Tensor, None]:
     """Call sdpa without the copies of keys and values that transformers < 5.24 makes under a mask.
 
-    (R, H, 1, d) queries, (R, K, T, d) keys and values, (R or 1, 1, 1, T) mask -> (R, 1, H, d). The G heads
-    of a key-value head become G queries. Other shapes go to transformers' sdpa.
+    (R, H, 1, d) queries, (R, K, T, d) keys and values, (R or 1, 1, 1, T) mask -> (R, 1, H, d). The G query
+    heads that share a key-value head are passed as G queries. transformers' sdpa computes other shapes.
     """
     n_rows, n_heads, n_queries, _ = query.shape
     shared = attention_mask is not None and attention_mask.shape[1] == 1
@@ -214,7 +214,7 @@ def attend_token(
 def by_kernel(
     query_THd: Tensor, key_TKd: Tensor, value_TKd: Tensor, pieces: Sequence[Piece], scale: float | None
 ) -> Tensor:
-    """Call torch's variable-length kernels on a GPU. Their causal mask is aligned at the bottom right."""
+    """Call torch's variable-length GPU kernels, whose causal mask is aligned at the bottom right."""
     query = query_THd.contiguous()
     key, value = (_behind_prompts(x, pieces).contiguous() for x in (key_TKd, value_TKd))
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0), **GROUPED}
@@ -224,9 +224,9 @@ def by_kernel(
 
 
 def _behind_prompts(x_TKd: Tensor, pieces: Sequence[Piece]) -> Tensor:
-    """Return the keys (or values) of all pieces, each preceded by those of its shared prompt.
+    """Return the keys (or values) of all pieces. Those of a shared prompt precede each piece that uses it.
 
-    Splitting and concatenating, unlike indexing, sums the gradients of a prompt in a fixed order.
+    Split and concatenate instead of indexing, so that backward sums a prompt's gradients in a fixed order.
     """
     if all(piece.prompt_begin == piece.prompt_end for piece in pieces):
         return x_TKd
@@ -240,9 +240,9 @@ def _behind_prompts(x_TKd: Tensor, pieces: Sequence[Piece]) -> Tensor:
     return torch.cat(taken)
 
 
-@lru_cache(maxsize=4)  # shared by the layers of a batch
+@lru_cache(maxsize=4)  # all layers use the same result for a batch
 def _starts(pieces: tuple[Piece, ...], device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-    """Return the (S + 1,) int32 starts of queries and of keys, and the maximum number of each in a piece."""
+    """Return the starts of queries and of keys, (S + 1,) int32, and the maximum count of each in a piece."""
     n_keys = (piece.end - piece.begin + piece.prompt_end - piece.prompt_begin for piece in pieces)
     places = [piece.begin for piece in pieces] + [pieces[-1].end], list(accumulate(n_keys, initial=0))
     queries, keys = (torch.tensor(place, dtype=torch.int32, device=device) for place in places)

@@ -1,4 +1,4 @@
-"""The output head: from final hidden states to losses and log-probabilities of response tokens.
+"""The output head, which turns final hidden states into losses and log-probabilities of response tokens.
 
 Shapes: N response tokens, D hidden, V vocabulary.
 """
@@ -24,7 +24,7 @@ from smopd.kernels.types import LossSettings, LossStats, LossTokens, TopK
 
 @dataclass(frozen=True)
 class Head:
-    """A linear head or, with `cap`, cap * tanh(linear / cap), which holds all logits in memory at once."""
+    """A linear head. With `cap`, logits are cap * tanh(linear / cap) and are all in memory at once."""
 
     weight_VD: Tensor
     bias_V: Tensor | None = None
@@ -52,19 +52,19 @@ class Head:
 
 
 def head(model: PreTrainedModel) -> Head:
-    """Return the output head of `model`; see `response_hidden` for its scale."""
+    """Return the output head of `model` without its scale, which `response_hidden` applies."""
     output = model.get_output_embeddings()
     return Head(output.weight, getattr(output, "bias", None), logit_cap(model.config.get_text_config()))
 
 
 def decode(model: PreTrainedModel, batch: TokenBatch, **options: Any) -> ModelOutput:
-    """Run the model without its head and return its output."""
+    """Run `model` without its head, and return the output."""
     reset_rope(model)
     return decoder_of(model)(**decoder_inputs(model, batch), use_cache=False, **options)
 
 
 def router_loss(model: PreTrainedModel) -> Callable[[tuple[Tensor, ...]], Tensor] | None:
-    """Return the family's load-balancing loss, a function of each layer's (N, experts) logits, or None."""
+    """Return the family's load-balancing loss as a function of the layers' (N, experts) logits, or None."""
     loss = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
     config = model.config.get_text_config()
     names = ("num_experts", "num_experts_per_tok")
@@ -73,9 +73,9 @@ def router_loss(model: PreTrainedModel) -> Callable[[tuple[Tensor, ...]], Tensor
 
 
 def response_hidden(model: PreTrainedModel, batch: TokenBatch, output: ModelOutput | None = None) -> Tensor:
-    """Return the (N, D) final hidden states of the response tokens, scaled and cast for the head."""
+    """Return the (N, D) final hidden states that predict response tokens, scaled and cast for the head."""
     states = (output or decode(model, batch)).last_hidden_state
     hidden_ND = states.flatten(0, 1).index_select(0, batch.predictor_N)
     scale = logit_factor(model.config.get_text_config())
     hidden_ND = hidden_ND if scale == 1 else hidden_ND * scale
-    return hidden_ND.to(model.get_output_embeddings().weight.dtype)  # a bf16 Mamba's states are fp32
+    return hidden_ND.to(model.get_output_embeddings().weight.dtype)  # Mamba in bf16 returns fp32 states

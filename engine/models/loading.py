@@ -20,33 +20,33 @@ from smopd.engine.errors import UnusableModel
 from smopd.engine.hub import hub_responds
 
 log = logging.getLogger(__name__)
-# Config names of the operations that follow the output head.
+# Config fields for operations on the logits.
 SCALES = ("logit_scale", "output_multiplier", "output_multiplier_scale", "lm_head_multiplier")
 DIVISOR = "logits_scaling"
-MULTIPLIES = ("hyperclovax",)  # families that multiply logits by this divisor
+MULTIPLIES = ("hyperclovax",)  # families that multiply logits by DIVISOR
 CAPS = ("final_logit_softcapping", "logits_soft_cap")
-_TOO_MANY = re.compile(rb'"\w*layers?": *\d{6,}')  # transformers would make lists of this length
+_TOO_MANY = re.compile(rb'"\w*layers?": *\d{6,}')  # transformers would build lists of this length
 
 CUSTOM_CODE = "it brings Python code, which runs only with model.trust_remote_code: true"
 _custom_code = False
 
 
 def allow_custom_code(allowed: bool) -> None:
-    """Allow models that bring Python code to run it in this process; the default is to refuse them."""
+    """Set whether models may run their own Python code in this process. By default they may not."""
     global _custom_code
     _custom_code = allowed
 
 
 def custom_code() -> dict[str, bool]:
-    """Return trust_remote_code for transformers and vLLM. Without it, transformers asks on the terminal."""
+    """Return trust_remote_code for transformers and vLLM. If it is missing, transformers asks the user."""
     return {"trust_remote_code": _custom_code}
 
 
 def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:
-    """Load the model at `path` (a folder, also with ~, or a hub id) in `dtype`.
+    """Load the model at `path`, a folder (~ is expanded) or hub id, in `dtype`.
 
-    Raise FileNotFoundError if there is no model, UnusableModel if it is damaged, incomplete, of an unknown
-    architecture or not a causal language model.
+    Raise FileNotFoundError if there is no model. Raise UnusableModel if the model is damaged or incomplete,
+    has an unknown architecture, or is not a causal language model.
     """
     place, config = _read_config(path)
     with load_errors(path):
@@ -60,16 +60,16 @@ def load_model(path: str | Path, dtype: torch.dtype, device: torch.device | str 
         raise UnusableModel(f"model {path}: its files lack {lacks}: {shown}")
     _untie(model, path)
     _mend_generation(model, path)
-    module: nn.Module = model  # transformers' annotation of `to` takes no device
+    module: nn.Module = model  # transformers' annotation of `to` allows no device
     module.to(device)
     for value in (*model.parameters(), *model.buffers()):
         if value.device.type == "cpu":
-            value.data = value.data.clone()  # copied out of the mapped file, which may be overwritten
+            value.data = value.data.clone()  # a copy, as the memory-mapped file may be overwritten
     return model.eval()
 
 
 def _untie(model: PreTrainedModel, path: str | Path) -> None:
-    """Set tie_word_embeddings to false if head and embedding differ; UnusableModel if there is no head."""
+    """Clear tie_word_embeddings if head and embedding differ. Raise UnusableModel if there is no head."""
     output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if not isinstance(getattr(output, "weight", None), Tensor):
         raise UnusableModel(f"model {path}: a {type(model).__name__} has no output head, expected lm_head")
@@ -79,7 +79,7 @@ def _untie(model: PreTrainedModel, path: str | Path) -> None:
 
 
 def _mend_generation(model: PreTrainedModel, path: str | Path) -> None:
-    """If transformers refuses to save the generation config, replace it by one with the token ids only."""
+    """If transformers would not save the generation config, replace it by a config of only the token ids."""
     given = model.generation_config
     if given is None:
         return
@@ -94,7 +94,7 @@ def _mend_generation(model: PreTrainedModel, path: str | Path) -> None:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the model at `path`; raise FileNotFoundError or UnusableModel if that fails."""
+    """Load the tokenizer of the model at `path`. Raise FileNotFoundError or UnusableModel if that fails."""
     place = place_of(path)
     with load_errors(path):
         tokenizer = transformers.AutoTokenizer.from_pretrained(place, **custom_code())
@@ -106,7 +106,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def stored_dtype(path: str | Path) -> torch.dtype:
-    """Return the dtype of the model's files, which exports keep."""
+    """Return the dtype in the model's config, or fp32 if it has none. Exports keep this dtype."""
     dtype = _read_config(path)[1].dtype
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
@@ -116,7 +116,7 @@ def require_usable(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> None
     config = _read_config(path)[1]
     size = config.get_text_config().vocab_size
     for token, token_id in tokenizer.get_vocab().items():
-        if token_id >= size and token != tokenizer.pad_token:  # padding is masked
+        if token_id >= size and token != tokenizer.pad_token:  # padding is masked and needs no embedding
             raise UnusableModel(
                 f"model {path}: embeds {size} tokens, its tokenizer has {token!r} at {token_id}: "
                 "resize the embeddings"
@@ -132,7 +132,7 @@ def require_usable(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> None
 def describe(
     path: str | Path, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[PreTrainedConfig, tuple[int, ...]]:
-    """Return a model's config and its sorted end-of-sequence ids; UnusableModel without an end token."""
+    """Return a model's config and its sorted end-of-sequence ids. Raise UnusableModel if there are none."""
     place, config = _read_config(path)
     with load_errors(path):
         try:
@@ -149,20 +149,20 @@ def describe(
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """Return the name of the forward's cache argument: `cache` since transformers 5.24."""
+    """Return the name of the cache argument of `model.forward`, which is `cache` since transformers 5.24."""
     names = inspect.signature(model.forward).parameters
     return next((name for name in ("cache", "cache_params") if name in names), "past_key_values")
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """Return the decoder without the head."""
+    """Return the decoder of `model`, without the head."""
     found = model.get_decoder()
     # get_decoder returns the model itself for Llama 4, and the head for ModernBERT
     return found if isinstance(found, PreTrainedModel) and found is not model else model.model
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Return the decoder's layers, whatever their name: the first list of num_hidden_layers modules."""
+    """Return the decoder's layers: its first ModuleList of length num_hidden_layers, whatever its name."""
     n_layers = model.config.get_text_config().num_hidden_layers
     for module in decoder_of(model).children():
         if isinstance(module, nn.ModuleList) and len(module) == n_layers:
@@ -171,13 +171,13 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Enable activation checkpointing, which transformers 5.23 renamed."""
+    """Enable activation checkpointing. transformers 5.23 renamed the method for this."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
 
 def _read_config(path: str | Path) -> tuple[str, PreTrainedConfig]:
-    """Return the folder or hub id to load the model at `path` from (`place_of`), and the model's config."""
+    """Return `place_of(path)`, from which the model can be loaded, and the model's config."""
     place = place_of(path)
     if Path(place).is_dir() and not (Path(place) / "config.json").is_file():
         raise FileNotFoundError(f"model {path}: this folder has no config.json, expected a saved model")
@@ -186,7 +186,7 @@ def _read_config(path: str | Path) -> tuple[str, PreTrainedConfig]:
 
 
 def place_of(path: str | Path) -> str:
-    """Return a folder (~ expanded), a possible hub id or, if the hub does not respond, its cached folder."""
+    """Return a folder (~ expanded), a hub id or, if the hub does not respond, the id's cached folder."""
     place = str(Path(path).expanduser()) if str(path).startswith("~") else str(path)
     if Path(place).is_dir():
         config = Path(place) / CONFIG_NAME
@@ -204,7 +204,7 @@ def place_of(path: str | Path) -> str:
 
 @contextmanager
 def load_errors(path: str | Path) -> Iterator[None]:
-    """Turn errors of transformers into one line that names the model."""
+    """Convert errors of transformers to one-line errors that name the model."""
     try:
         yield
     except OSError as error:
@@ -212,7 +212,7 @@ def load_errors(path: str | Path) -> Iterator[None]:
             raise
         expected = f"a folder with a saved model, or a hub id that can be reached ({_first_line(error)})"
         raise FileNotFoundError(f"model {path}: cannot be loaded, expected {expected}") from error
-    except UnpicklingError as error:  # nothing in the file has run
+    except UnpicklingError as error:  # raised before anything in the file has run
         text = "its pickled weights hold more than weights; expected safetensors"
         raise UnusableModel(f"model {path}: {text}") from error
     except Exception as error:  # from safetensors, torch or the config
@@ -225,7 +225,7 @@ def _first_line(error: Exception) -> str:
 
 
 def logit_scale(config: Any) -> float:
-    """Return the factor that a text config applies to a linear head's logits; ValueError if it caps them."""
+    """Return the factor that a text config applies to the logits. Raise ValueError if it also caps them."""
     for name in CAPS:
         if cap := getattr(config, name, None):
             raise ValueError(f"{config.model_type} has {name}={cap}, expected none: this needs a linear head")
@@ -244,5 +244,5 @@ def logit_factor(config: Any) -> float:
 
 
 def logit_cap(config: Any) -> float | None:
-    """Return c if the model's logits are c * tanh(logits / c), else None."""
+    """Return c if a text config caps each logit x to c * tanh(x / c), else None."""
     return next((float(cap) for name in CAPS if (cap := getattr(config, name, None))), None)

@@ -1,6 +1,6 @@
-"""Packing of ragged rollouts into micro-batches, whose rows hold units: prompts with some of their responses.
+"""Packing of rollouts into micro-batches. A row contains units: prompts, each with some of its responses.
 
-The last token of a response is predicted but never read, so it takes no position.
+The last token of a response is predicted but is never an input, so it needs no position.
 """
 
 from collections.abc import Sequence
@@ -12,20 +12,20 @@ import torch
 from smopd.engine.settings import Packing
 from smopd.engine.types import Attends, Layout, Piece, Pieces, Rollout, TokenBatch
 
-CACHED = 8  # results (ours): a step packs its whole batch and its mini-batches several times
+CACHED = 8  # results (ours): a step packs the same batch and mini-batches several times
 MASKED = Layout()
 
 
 def flat_offsets(rollouts: Sequence[Rollout]) -> list[int]:
-    """Return the start of each response in the flat token order, and the total as last entry."""
+    """Return the start of each response in the flat token order. The last entry is the total."""
     return list(accumulate((rollout.n_tokens for rollout in rollouts), initial=0))
 
 
 def pack(rollouts: Sequence[Rollout], packing: Packing, layout: Layout = MASKED) -> tuple[TokenBatch, ...]:
     """Return CPU micro-batches that predict every token of the policy exactly once. Results are cached.
 
-    Rows are as long as the longest unit of their micro-batch, and shorter units share rows. Responses of one
-    group must be adjacent to share their prompt.
+    By pieces, a micro-batch is one row. Otherwise its rows are as long as its longest unit and, under a mask,
+    shorter units share rows. The responses of a group share their prompt only if they are adjacent.
     """
     return _pack(tuple(rollouts), packing.micro_batch_tokens, packing.share_prompts, layout)
 
@@ -80,7 +80,7 @@ def _length(rollouts: Sequence[Rollout], unit: list[int]) -> int:
 
 
 def _units(rollouts: Sequence[Rollout], chosen: Sequence[int], budget: int) -> list[list[int]]:
-    """Return lists of rollouts that share a copy of their prompt and fit `budget`; if it is 0, none share."""
+    """Return lists of rollout indices that share a prompt and fit in `budget`. With budget 0, none share."""
     units: list[list[int]] = []
     for _, members in groupby(chosen, key=lambda i: (rollouts[i].group, rollouts[i].prompt_ids)):
         unit: list[int] = []
@@ -101,7 +101,7 @@ def _lay_out(
     attends: Attends,
 ) -> TokenBatch:
     shape = (len(rows), row_length)
-    count = torch.arange(max(len(rows) * row_length, offsets[-1]))  # its slices cost less than new ranges
+    count = torch.arange(max(len(rows) * row_length, offsets[-1]))  # slicing it is cheaper than a new range
     none = count[:0]
     input_ids, position_ids = [none], [none]
     predictors, token_ids, places = [none], [none], [none]

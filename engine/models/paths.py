@@ -19,23 +19,23 @@ from smopd.engine.types import Attends, Layout, Rollout
 
 log = logging.getLogger(__name__)
 SHORT = 256
-"""Ours: on a CPU, units with fewer positions are faster under a mask than by pieces."""
+"""Ours: on a CPU, units with fewer positions than this are faster under a mask than by pieces."""
 DESCRIPTIONS = {
     "pieces": "one sequence at a time",
     "mask": "packed rows under a mask",
     "plain": "one sequence in each row, not packed",
 }
 CHECK_BYTES = 4 << 30
-"""Ours: limit of the self-check's activations. If this limit allows it, one sequence is longer than
-the windows and the RoPE boundary."""
-TOKEN_BYTES = 160  # ours: fp32 activations of a token, for each layer and hidden dimension
+"""Ours: maximum bytes of the self-check's activations. If they suffice, one of its sequences is longer than
+the sliding window and the RoPE boundary."""
+TOKEN_BYTES = 160  # ours: bytes of fp32 activations per token, layer and hidden dimension
 CPU_LENGTH = 600  # ours: positions that a CPU computes within a second in a small model
-CHECK_IDS = 1000  # ours: ids below are ordinary tokens in most vocabularies
-SMALL = 1 << 20  # ours: the gradients of larger parameters would take much memory
+CHECK_IDS = 1000  # ours: ids below this are ordinary tokens in most vocabularies
+SMALL = 1 << 20  # ours: elements of a parameter; the gradients of larger ones would need too much memory
 LOGP_BOUND, GRAD_BOUND = 1e-3, 1e-2
-"""Ours, in fp32: largest difference in nats, and relative difference of the gradient."""
+"""Ours, for fp32: bounds on the largest difference in nats and on the gradient's relative difference."""
 ROUNDED_LOGP_BOUND, ROUNDED_GRAD_BOUND = 0.1, 0.3
-"""Ours, in bf16: mean difference in nats, and relative difference of the gradient."""
+"""Ours, for bf16: bounds on the mean difference in nats and on the gradient's relative difference."""
 _AGREED: set[tuple] = set()
 """Keys of the models and layouts that have passed the self-check in this process."""
 
@@ -43,8 +43,8 @@ _AGREED: set[tuple] = set()
 def choose(model: PreTrainedModel, wanted: str, dtype: torch.dtype) -> Layout:
     """Select the fastest attention that agrees with transformers, and return the layout of its batches.
 
-    wanted: "auto", "sdpa" (never by pieces) or "flash" (by pieces). Raise ValueError if "flash" does not
-    suit the model, UnusableModel if even single sequences disagree with transformers.
+    wanted: "auto", "sdpa" (never by pieces) or "flash" (only by pieces). Raise ValueError if "flash" does not
+    suit the model. Raise UnusableModel if even single sequences disagree with transformers.
     """
     not_pieces = "as set" if wanted == "sdpa" else attention.why_not_pieces(model, dtype)
     not_packed = attention.why_not_packed(model)
@@ -78,7 +78,7 @@ def choose_together(models: Sequence[PreTrainedModel]) -> Layout:
 
 
 def layout_of(model: PreTrainedModel, attends: Attends, reasons: Sequence[str] = ()) -> Layout:
-    """Set how `model` attends and return the layout."""
+    """Set the attention of `model` and return the layout."""
     attention.set_attention(model, attends)
     boundary = attention.rope_boundary(model.config.get_text_config())
     why = f" ({'; '.join(reasons)})" if reasons else ""
@@ -86,9 +86,9 @@ def layout_of(model: PreTrainedModel, attends: Attends, reasons: Sequence[str] =
 
 
 def disagreement(model: PreTrainedModel, layout: Layout) -> str | None:
-    """Return how `model` under `layout` differs from transformers, or None if it differs within bounds.
+    """Return how `model` under `layout` differs from transformers, or None if differences are within bounds.
 
-    It compares log-probabilities and, if the model is trained, gradients of its small parameters.
+    Log-probabilities are compared and, if the model is trained, the gradients of its small parameters.
     """
     rollouts = check_rollouts(model)
     exact = model.dtype == torch.float32 and not (model.device.type == "cuda" and layout.attends == "pieces")
@@ -113,7 +113,7 @@ def disagreement(model: PreTrainedModel, layout: Layout) -> str | None:
             logps_N, grad = results(_packed_logps(model, rollouts, layout))
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # whatever this architecture cannot do
+    except Exception as error:  # any exception means that the architecture cannot do this
         return brief(error)
     if off := difference(model, logps_N, expected_N, exact):
         return off
@@ -125,19 +125,19 @@ def disagreement(model: PreTrainedModel, layout: Layout) -> str | None:
 
 
 def architecture(model: PreTrainedModel) -> tuple:
-    """Return a key that models share if they compute alike."""
+    """Return a key that is equal for models with the same computation."""
     return type(model), model.config.to_json_string(), model.dtype, model.device
 
 
 def brief(error: Exception) -> str:
-    """Return the class and the beginning of an error's message, in one line."""
+    """Return an error's class and the beginning of its message, in one line."""
     return f"{type(error).__name__} {' '.join(str(error).split())[:120]!r}"
 
 
 def difference(
     model: PreTrainedModel, logps_N: Tensor, expected_N: Tensor, exact: bool | None = None
 ) -> str | None:
-    """Return how `logps_N` differ from transformers' `expected_N`, or None if they differ within bounds."""
+    """Return how `logps_N` differ from transformers' `expected_N`, or None if they agree within bounds."""
     exact = model.dtype == torch.float32 if exact is None else exact
     off_N = (logps_N - expected_N).abs()
     off = float(off_N.max() if exact else off_N.mean())
@@ -147,7 +147,7 @@ def difference(
 
 
 def check_rollouts(model: PreTrainedModel) -> list[Rollout]:
-    """Return rollouts with shared prompts. If feasible, some are longer than windows and rope boundaries."""
+    """Return rollouts with shared prompts. If feasible, some exceed the sliding window and RoPE boundary."""
     config = model.config.get_text_config()
     longest = CHECK_BYTES // (TOKEN_BYTES * config.num_hidden_layers * config.hidden_size)
     longest = min(longest, getattr(config, "max_position_embeddings", None) or longest)
@@ -169,7 +169,7 @@ def check_rollouts(model: PreTrainedModel) -> list[Rollout]:
 
 @contextmanager
 def native_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Attend as transformers does while the context is active."""
+    """Use transformers' own attention while the context is active."""
     before = model.config._attn_implementation
     attention.set_attention(model, "plain")
     try:
@@ -179,7 +179,7 @@ def native_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def single_logps(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> Tensor:
-    """Return (N,) fp32 log-probabilities of the responses by transformers' own forward of each sequence."""
+    """Return the responses' (N,) fp32 logps from transformers' own forward, one sequence at a time."""
     keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
     logps = []
     for rollout in rollouts:

@@ -1,4 +1,4 @@
-"""The size of a causal language model. Imports no torch."""
+"""The size of a causal language model. This module does not import torch."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,7 @@ class ModelNumbers(NamedTuple):
     """Dimensions and parameter count of a causal language model."""
 
     parameters: int
-    """A head tied to the embedding counts once."""
+    """A head that is tied to the embedding is counted once."""
     layers: int
     hidden: int
     kv_heads: int
@@ -21,7 +21,7 @@ class ModelNumbers(NamedTuple):
         return self.vocabulary * self.hidden
 
     def kv_bytes(self, width: int, parallel: int = 1) -> int:
-        """Return the bytes of the keys and values of one position on each of `parallel` GPUs."""
+        """Return the KV cache's bytes per position on each of `parallel` GPUs, at `width` per element."""
         return 2 * self.layers * -(-self.kv_heads // parallel) * self.head_dim * width
 
 

@@ -1,4 +1,4 @@
-"""Sampling from `vllm serve` on other hosts, through vLLM's token and weight endpoints. Needs no local vLLM.
+"""Sampling from `vllm serve` on other hosts through its token and weight endpoints, without a local vLLM.
 
 Start a server with
 
@@ -7,9 +7,9 @@ Start a server with
         --worker-extension-cls smopd.engine.vllm.transfer.Extension \\
         --weight-transfer-config '{"backend": "smopd"}'
 
-Each version of the weights has a label that is unique to this run, and each response carries the label of the
-weights that sampled it. A server with other weights, because it restarted or another run uses it, is removed
-until the next weights are sent. Its prompts go to the other servers.
+Each version of the weights has a label that is unique to this run. Each response carries the label of the
+weights that sampled it. A server that restarted, or that another run uses, has other weights. It is removed
+until the next weights are sent, and its prompts go to the other servers.
 """
 
 import uuid
@@ -42,13 +42,13 @@ PROBE = Request(GENERATE, json={"token_ids": [0, 1, 2], "sampling_params": GREED
 
 
 class RemoteRollout:
-    """`RolloutEngine` and `WeightReceiver` for servers of one model; rank 0 sends the weights.
+    """`RolloutEngine` and `WeightReceiver` for servers of one model. Rank 0 sends the weights.
 
     Args:
         end_ids: tokens that end a response.
-        longest: maximum length of a prompt with its response.
-        vocabulary: rows of the model's head.
-        folder: for transport "files", a folder that all servers see; None: /dev/shm of this host.
+        longest: maximum number of tokens of a prompt and its response together.
+        vocabulary: number of rows of the model's head.
+        folder: for transport "files", a folder that all servers can read. None means this host's /dev/shm.
     Raises:
         NoServer: no server answers.
         ValueError: a server lacks the weight or token endpoints, or has too few positions.
@@ -81,7 +81,7 @@ class RemoteRollout:
     def generate(
         self, prompts: Sequence[Sequence[int]], groups: Sequence[int], sampling: Sampling
     ) -> list[Rollout]:
-        """Sample as in `RolloutEngine`. Raise NoServer, or ValueError as `samples_of` does."""
+        """Sample as in `RolloutEngine`. Raise NoServer if no server is left, or an error of `samples_of`."""
         version = self.policy_version
 
         def request(url: str, sample: Sample) -> Request:
@@ -94,7 +94,7 @@ class RemoteRollout:
         return self.servers.map(request, samples_of(prompts, groups, sampling), read)
 
     def _rollout(self, sample: Sample, choice: dict[str, Any], version: int, longest: int) -> Rollout:
-        """Validate vLLM's `choice` and convert it to a rollout; `longest` is the limit of new tokens."""
+        """Validate vLLM's `choice` and convert it to a rollout of at most `longest` new tokens."""
         self._require_held({span["version"] for span in choice["weight_versions"] or ()}, version)
         reason, ids = choice["finish_reason"], torch.tensor(choice["token_ids"])
         logps_T = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]]).float()
@@ -111,16 +111,16 @@ class RemoteRollout:
         )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Send full tensors under their transformers names, also to restored servers; a collective call."""
+        """Send full tensors under their transformers names, also to restored servers (a collective call)."""
         for removed in distributed.gather_objects(self.servers.removed):
             self.servers.removed.update(removed)
         stream, trouble = iter(weights), None
         if distributed.rank() == 0:
             try:
                 self._send(stream, version)
-            except Exception as error:  # do not raise yet: the other ranks wait for the answer
+            except Exception as error:  # do not raise yet: the other ranks wait for the result
                 trouble = error
-        for _ in stream:  # gathering a tensor is a collective call
+        for _ in stream:  # empties it: gathering a tensor is a collective call
             pass
         self.servers.removed, trouble = distributed.broadcast_object((self.servers.removed, trouble))
         if trouble is not None:
@@ -128,7 +128,7 @@ class RemoteRollout:
         self.policy_version = version
 
     def load_path(self, path: str) -> None:
-        """Send the model at `path`, a folder or hub id, as version 0; a collective call."""
+        """Send the model at `path`, a folder or hub id, as version 0. This is a collective call."""
         architecture = architecture_of(path)
         checked = Checked(architecture, stored(path, architecture))
         self.load_weights(checked if distributed.rank() == 0 else (), 0)
@@ -171,13 +171,13 @@ class RemoteRollout:
         self.servers.each(Request(path, json=body or {}), lambda answer: None)
 
     def _require_held(self, found: set[Any], version: int) -> None:
-        """Raise ServerUnavailable if a server holds weights other than those of `version`."""
+        """Raise ServerUnavailable if a server's labels `found` are not only the label of `version`."""
         if found != {self.label(version)}:
             held = " and ".join(sorted(map(str, found))) or "of no name"
             raise ServerUnavailable(f"holds the weights {held}, expected {self.label(version)}")
 
     def _require_servable(self) -> None:
-        """Raise ValueError if a server that answers fails `_check`."""
+        """Raise ValueError if a server answers but fails `_check`."""
         answering = self.servers.alive
         with suppress(NoServer):
             self._check()
@@ -195,7 +195,7 @@ class RemoteRollout:
                 raise ServerUnavailable(f"has room for {most} tokens, expected {self.longest} ({sizes})")
 
         self._post("/init_weight_transfer_engine", {"init_info": {}})
-        takes_tokens = Request(GENERATE, accept=(httpx.codes.METHOD_NOT_ALLOWED,))  # 404: no such endpoint
+        takes_tokens = Request(GENERATE, accept=(httpx.codes.METHOD_NOT_ALLOWED,))  # 405: the endpoint exists
         self.servers.each(takes_tokens, lambda answer: None)
         self.servers.each(Request("/v1/models", accept=(httpx.codes.NOT_FOUND,)), room)
 

@@ -1,7 +1,7 @@
-"""HTTP servers of one model. Failed requests are retried; those of a removed server go to other servers.
+"""HTTP servers of one model. A busy server is asked again. Requests of a removed server go to others.
 
-A deadline covers the whole answer. httpx limits each read separately and would never time out a server that
-drips bytes. The size of an answer is limited too. Every failure raises `ServerUnavailable`.
+A deadline covers the whole answer. httpx alone limits each read, so a server that drips bytes would never
+time out. The size of an answer is limited, too. Every failure raises `ServerUnavailable`.
 """
 
 import asyncio
@@ -25,19 +25,19 @@ T = TypeVar("T")
 A = TypeVar("A")
 
 TOKEN = "SMOPD_SERVER_TOKEN"
-"""Environment variable with the servers' bearer token (vLLM's --api-key)."""
+"""Environment variable for the servers' bearer token (vLLM's --api-key)."""
 CONNECT_SECONDS = 10.0  # ours
-KEEP_SECONDS = 2.0  # ours: lifetime of an idle connection; vLLM's servers close theirs after 5
-MAX_ANSWER_BYTES = 1 << 26  # ours: JSON of 131,072 sampled tokens takes about a third of this
-MAX_GET_BYTES = 1 << 20  # ours: health, models and descriptions are far smaller
-MAX_REASON = 300  # ours: characters of a server's error message that are logged
+KEEP_SECONDS = 2.0  # ours: lifetime of an idle connection; vLLM's servers close idle connections after 5
+MAX_ANSWER_BYTES = 1 << 26  # ours: the JSON of 131,072 sampled tokens is about a third of this
+MAX_GET_BYTES = 1 << 20  # ours: answers about health, models and teachers are far smaller
+MAX_REASON = 300  # ours: maximum characters of a server's error message in the log
 BUSY = (408, 425, 429, 500, 502, 503, 504)
 """Statuses after which the same request may succeed."""
 HEALTH_SECONDS = 5.0  # ours: deadline of a health check
-RETRIES = 5  # ours: further attempts at a busy server before it is removed
+RETRIES = 5  # ours: retries of a request before a busy server is removed
 CONCURRENCY = 64  # ours: requests in flight per server
-BACKOFF_SECONDS = 0.5  # ours: before the first retry; doubles each time, up to MAX_BACKOFF_SECONDS
-MAX_BACKOFF_SECONDS = 30.0  # ours
+BACKOFF_SECONDS = 0.5  # ours: longest pause before the first retry. It doubles with each retry
+MAX_BACKOFF_SECONDS = 30.0  # ours: longest pause before any retry
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +48,8 @@ class ServerUnavailable(Exception):
     """A server gave no usable answer.
 
     Args:
-        reason: may quote the server; unprintable characters are replaced.
-        cause: "busy" is worth a retry; "refused" means that the server rejected the request itself.
+        reason: may quote the server. Unprintable characters are replaced.
+        cause: "busy" means that a retry may succeed, "refused" that the server rejected the request itself.
     """
 
     def __init__(self, reason: str, cause: Cause = "unfit"):
@@ -61,8 +61,8 @@ class ServerUnavailable(Exception):
 class Request:
     """An idempotent HTTP request: a POST if it has a body, otherwise a GET.
 
-    accept: error statuses to read as answers.
-    most_bytes: size limit of the answer; 0 means MAX_GET_BYTES or MAX_ANSWER_BYTES.
+    accept: error statuses that count as answers.
+    most_bytes: maximum size of the answer. 0 means MAX_GET_BYTES for a GET, MAX_ANSWER_BYTES for a POST.
     """
 
     path: str
@@ -74,7 +74,7 @@ class Request:
 
 
 def http_client() -> httpx.AsyncClient:
-    token = os.environ.get(TOKEN, "").strip()  # if read from a file, it ends with a newline
+    token = os.environ.get(TOKEN, "").strip()  # a token read from a file ends with a newline
     return httpx.AsyncClient(
         limits=httpx.Limits(keepalive_expiry=KEEP_SECONDS),
         timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
@@ -85,10 +85,10 @@ def http_client() -> httpx.AsyncClient:
 async def ask(
     http: httpx.AsyncClient, url: str, request: Request, read: Callable[[httpx.Response], A], seconds: float
 ) -> A:
-    """Return `read(response)` for the server's response; any failure raises ServerUnavailable.
+    """Return `read(response)` for the server's response. Any failure raises ServerUnavailable.
 
     Args:
-        read: runs in a thread; may raise any exception on a malformed answer.
+        read: is called in a thread. It may raise any exception if the answer is malformed.
         seconds: deadline for the last byte of the answer.
     """
     try:
@@ -126,7 +126,7 @@ async def _exchange(http: httpx.AsyncClient, url: str, request: Request) -> http
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of all clients, which runs in a daemon thread."""
+    """Return the event loop that all clients share. It runs in a daemon thread."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="http", daemon=True).start()
     return loop
@@ -135,10 +135,10 @@ def _loop() -> asyncio.AbstractEventLoop:
 class Servers:
     """Interchangeable servers at `urls` (`http://host:port`).
 
-    A failing server is removed and its requests go to the other servers; `restore` brings it back.
+    A failing server is removed, and its requests go to the other servers. `restore` brings it back.
 
     Attributes:
-        removed: the reason of removal for each removed URL.
+        removed: URL -> why this server was removed.
         bad_answers: number of malformed answers so far.
     """
 
@@ -151,18 +151,18 @@ class Servers:
         self._pause: dict[str, float] = {}  # seconds without health checks after a missed deadline
         self._paused_until: dict[str, float] = {}
         self._http = http_client()
-        self._loop = _loop()  # connections belong to the loop that made them
+        self._loop = _loop()  # a connection can only be used in the loop that made it
 
     @property
     def alive(self) -> list[str]:
         return [url for url in self.urls if url not in self.removed]
 
     def ask(self, url: str, request: Request, read: Callable[[httpx.Response], A]) -> A:
-        """Return `read(response)` for one server; on failure raise ServerUnavailable without removing it."""
+        """Return `read(response)` for one server. On failure, raise ServerUnavailable but keep the server."""
         return self._run(self._ask(url, request, read))[0]
 
     def each(self, request: Request, read: Callable[[httpx.Response], A]) -> dict[str, A]:
-        """Ask every server, remove those that fail, and return results by URL; raise NoServer if all fail."""
+        """Ask every server, remove those that fail, and return results by URL. Raise NoServer if all fail."""
 
         async def one(url: str) -> None:
             try:
@@ -185,8 +185,8 @@ class Servers:
         """Distribute one request per item over the servers, and return the results in order.
 
         Args:
-            request: (url, item) -> request; called again if the item moves to another server.
-            read: (url, item, response) -> result; if `read` raises, the server is removed.
+            request: (url, item) -> request. It is called again if the item moves to another server.
+            read: (url, item, response) -> result. If `read` raises an exception, the server is removed.
         Raises:
             NoServer: every server has been removed.
         """
@@ -238,8 +238,8 @@ class Servers:
     def restore(self) -> list[str]:
         """Restore the removed servers that answer /health, and return their URLs.
 
-        After missing a deadline, a server is not checked for the length of that deadline; each further miss
-        doubles this pause.
+        After a server misses a deadline, it is not checked for as long as that deadline was. Each further
+        miss doubles this pause.
         """
 
         async def check(url: str) -> None:
@@ -269,7 +269,7 @@ class Servers:
         return NoServer(f"no server is left: {reasons}")
 
     def _run(self, *coroutines: Coroutine[Any, Any, A]) -> list[A]:
-        """Run coroutines in the clients' loop; an interrupt of the calling thread cancels them."""
+        """Run coroutines in the clients' loop. An interrupt of the calling thread cancels them."""
 
         async def gathered() -> list[A]:
             return await asyncio.gather(*coroutines)
@@ -282,6 +282,6 @@ class Servers:
             raise
 
     def _pause_checks(self, url: str, seconds: float) -> None:
-        if monotonic() >= self._paused_until.get(url, 0.0):  # only once for all requests in flight
+        if monotonic() >= self._paused_until.get(url, 0.0):  # one miss for all requests in flight
             self._pause[url] = 2 * self._pause.get(url, seconds / 2)
             self._paused_until[url] = monotonic() + self._pause[url]

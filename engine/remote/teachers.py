@@ -1,7 +1,7 @@
 """Teachers behind URLs, each served by `teacher_server.py`.
 
-Every answer comes from the weights that the teacher's first server held: requests carry the digest of these
-weights. Servers are checked at the start and whenever they are restored.
+Requests carry a digest of the weights that the teacher's first server had. A server with other weights
+refuses the request. Servers are checked at the start and whenever they are restored.
 """
 
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ REQUEST_TOKENS = 16_384  # ours: approximate tokens per request
 
 @dataclass(frozen=True)
 class Probe:
-    """A text and its token ids in the student's tokenizer, to compare tokenizers and weights.
+    """A text and its token ids in the student's tokenizer, which servers must reproduce and be able to score.
 
-    tokens: size of the student's tokenizer; a teacher's head needs at least as many rows.
+    tokens: size of the student's tokenizer. A teacher's head needs at least this many rows.
     """
 
     text: str
@@ -40,12 +40,12 @@ class RemoteTeachers(Dropping):
     """`TeacherEngine` for teachers behind URLs.
 
     Args:
-        urls: for each teacher, the servers that hold it.
+        urls: for each teacher, the URLs of its servers.
         vocabulary: the student's vocabulary size.
-        kappa, temperature: those of later calls of `score`.
+        kappa, temperature: the values that later calls of `score` will pass.
     Raises:
         NoServer: no server of a teacher answers.
-        UnusableModel: a server has another tokenizer or cannot serve kappa or temperature.
+        UnusableModel: a server does not fit (tokenizer, vocabulary, kappa or temperature).
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RemoteTeachers(Dropping):
         self.vocabulary, self.rows, self.probe = vocabulary, vocabulary, probe
         self.kappa, self.temperature = kappa, temperature
         self.teachers = [Servers(each) for each in urls]
-        self.digests: dict[int, str] = {}  # of each teacher's weights, from its first server
+        self.digests: dict[int, str] = {}  # of each teacher's weights, as its first server reports
         for m, servers in enumerate(self.teachers):
             self._admit(m, servers.urls, starting=True)
             if not servers.alive:
@@ -80,7 +80,7 @@ class RemoteTeachers(Dropping):
 
         def ask(m: int) -> int:
             servers = self.teachers[m]
-            self._admit(m, servers.restore())  # a restored server may hold another model
+            self._admit(m, servers.restore())  # a restored server may have another model
             answers = servers.map(
                 lambda url, part: self._score_request(m, part, kappa, temperature),
                 parts,
@@ -101,7 +101,7 @@ class RemoteTeachers(Dropping):
         return Request("/score", content=pack_request(part), params=params, most_bytes=size)
 
     def _admit(self, m: int, urls: Sequence[str], *, starting: bool = False) -> None:
-        """Remove servers that do not answer or do not fit; if `starting`, a bad fit raises UnusableModel."""
+        """Remove servers that `_require_fit` rejects. If `starting`, raise its UnusableModel instead."""
         for url in urls:
             try:
                 self._require_fit(m, url)
@@ -148,7 +148,7 @@ def _description(answer: httpx.Response) -> tuple[int, int, str] | None:
 
 
 def portions(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-    """Split the rollouts into consecutive parts of about REQUEST_TOKENS."""
+    """Split the rollouts into consecutive parts of about REQUEST_TOKENS tokens."""
     sizes = (len(rollout.prompt_ids) + len(rollout.response_ids) for rollout in rollouts)
     starts = accumulate(sizes, initial=0)
     parts = groupby(zip(starts, rollouts, strict=False), key=lambda each: each[0] // REQUEST_TOKENS)

@@ -1,8 +1,8 @@
-"""Messages between a teacher server and its clients: safetensors, validated by the receiver.
+"""Messages between a teacher server and its clients. They are safetensors, which the receiver validates.
 
-    request   tokens (every prompt followed by its response, concatenated) and lengths (R, 2), int32;
-              loss_mask, a bool for each response token, if some tokens are an environment's
-    answer    ids_NS int32, logps_NS and token_logps_N fp32, and the number of ids dropped
+    request   tokens int32 (each prompt followed by its response, concatenated), lengths (R, 2) int32 and,
+              if some tokens are an environment's, loss_mask (a bool for each response token)
+    answer    ids_NS int32, logps_NS and token_logps_N fp32, dropped (the number of dropped ids)
 
 Shapes: R responses, N response tokens in flat order, S = kappa entries.
 """
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from smopd.engine.types import Rollout
 
-SLACK = 1e-2  # ours, in nats and in mass: rounding of a server's bf16 logits
-PROBE_NATS = 0.1  # ours: largest mean difference between servers; bf16 logits near 16 have steps of 0.125
+SLACK = 1e-2  # ours: tolerance in nats and in mass, for rounding of a server's bf16 logits
+PROBE_NATS = 0.1  # ours: largest distance of a server from the median; bf16 logits near 16 have steps of 1/8
 
 HEADER_BYTES = 1 << 16  # ours: room for the header of safetensors, or for an error's message
 
@@ -26,7 +26,7 @@ def pack(**tensors: Tensor) -> bytes:
 
 
 def unpack(content: bytes, **fields: tuple[torch.dtype, tuple[int | None, ...]]) -> list[Tensor]:
-    """Return the named tensors after checking dtype and shape; None matches any size.
+    """Return the tensors named in `fields` after checking dtype and shape. None matches any size.
 
     Malformed content raises ValueError, KeyError or SafetensorError.
     """
@@ -50,7 +50,7 @@ def pack_request(rollouts: Sequence[Rollout]) -> bytes:
 
 
 def unpack_request(content: bytes, vocabulary: int) -> list[Rollout]:
-    """Return a request's rollouts. Raise as `unpack` does, and ValueError for ids outside the vocabulary."""
+    """Return a request's rollouts. Raise as `unpack` does, or ValueError for ids outside the vocabulary."""
     int32 = torch.int32
     tokens, lengths = unpack(content, tokens=(int32, (None,)), lengths=(int32, (None, 2)))
     if bool((lengths < 0).any()) or int(lengths.sum()) != len(tokens):
@@ -71,12 +71,12 @@ def unpack_request(content: bytes, vocabulary: int) -> list[Rollout]:
 
 
 def answer_bytes(n_tokens: int, kappa: int) -> int:
-    """Return the largest size of an answer, in bytes."""
+    """Return the maximum size of an answer in bytes."""
     return HEADER_BYTES + 4 * n_tokens * (2 * kappa + 1) + 8
 
 
 def unpack_answer(content: bytes, n_tokens: int, kappa: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Return ids_NS, logps_NS, token_logps_N and the number of ids dropped."""
+    """Validate an answer. Return ids_NS, logps_NS, token_logps_N and the number of dropped ids."""
     ids_NS, logps_NS, token_logps_N, dropped = unpack(
         content,
         ids_NS=(torch.int32, (n_tokens, kappa)),
@@ -107,7 +107,7 @@ def unpack_answer(content: bytes, n_tokens: int, kappa: int) -> tuple[Tensor, Te
 
 
 def require_logprobs(name: str, logps: Tensor) -> None:
-    """Raise ValueError on NaN and on positive values beyond rounding."""
+    """Raise ValueError if a value is NaN or is above 0 by more than rounding (SLACK)."""
     bad = ~(logps <= SLACK)
     if bool(bad.any()):
         raise ValueError(f"{name} holds {float(logps[bad][0]):g}, expected log-probabilities of at most 0")

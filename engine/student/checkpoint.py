@@ -1,4 +1,4 @@
-"""Atomic checkpoints and exports: a killed process leaves a complete folder or none."""
+"""Atomic checkpoints and exports. A killed process leaves a complete folder or none."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 MANIFEST_DIGEST = "manifest.sha256"
 _PREFIX = "step_"
-_NAME = re.compile(f"{_PREFIX}([0-9]{{8,}})")  # anything else in the folder is the user's
+_NAME = re.compile(f"{_PREFIX}([0-9]{{8,}})")  # other names in the folder belong to the user
 T = TypeVar("T")
 
 
@@ -36,10 +36,10 @@ class UnusableCheckpoint(Failure, RuntimeError):
 
 
 class Checkpoints:
-    """The last `keep` checkpoints of a run in `folder`.
+    """The checkpoints of a run in `folder`, of which `confirm` keeps the last `keep`.
 
-    Older checkpoints stay until `confirm`, because the newest weights, though finite, may have diverged. All
-    methods but `confirm` are collective calls.
+    Older checkpoints stay until `confirm` is called, because the newest weights may be finite but diverged.
+    All methods except `confirm` are collective calls.
     """
 
     def __init__(self, folder: Path, keep: int):
@@ -47,7 +47,7 @@ class Checkpoints:
         self.newest = 0
         """Step of the newest checkpoint, or 0."""
         self.confirmed = 0
-        """Step of the newest checkpoint whose weights have given finite results, or 0 if none has yet."""
+        """Step of the newest checkpoint for which `confirm` was called, or 0."""
 
     def save(self, step: int, student: Student, extra: Any = None) -> None:
         """Write a checkpoint with this rank's `extra` (numbers, texts, tensors)."""
@@ -66,7 +66,7 @@ class Checkpoints:
         self.newest = step
 
     def confirm(self) -> None:
-        """Remove old checkpoints. Call this once the weights of the newest have given finite results."""
+        """Remove old checkpoints. Call this after the newest checkpoint's weights gave finite results."""
         if self.confirmed == self.newest:
             return
         self.confirmed = self.newest
@@ -74,15 +74,15 @@ class Checkpoints:
             for old in self._complete()[: -self.keep]:
                 try:
                     shutil.rmtree(old)
-                except OSError as error:  # a link, or busy on NFS
+                except OSError as error:  # such as a link, or a busy file on NFS
                     log.warning("%s: not removed: %s", old, error)
 
     def restore(self, student: Student, step: int | None = None) -> tuple[int, Any]:
-        """Load the checkpoint of `step` or the newest. On equally many ranks, the run resumes bit for bit.
+        """Load the checkpoint of `step`, or the newest. With the same number of ranks, resume bit for bit.
 
-        Return the step to resume from (0 without a checkpoint), and this rank's `extra`, which is None if the
-        number of ranks has changed. Raise UnusableCheckpoint if the checkpoint is damaged, or was saved by
-        another run, under another strategy or (DeepSpeed) by another number of ranks.
+        Return the step to resume from, or 0 without a checkpoint. Also return this rank's `extra`, or None if
+        the number of ranks has changed. Raise UnusableCheckpoint if the checkpoint is damaged, or belongs to
+        another run, another strategy or (DeepSpeed) another number of ranks.
         """
         found = self._complete() if step is None else [self.folder / _name(step)]
         newest = distributed.broadcast_object(found[-1] if found else None)
@@ -108,7 +108,7 @@ class Checkpoints:
             strategy.restore(newest)
             process = torch.load(newest / own, weights_only=True)
         except (DamagedFile, OSError, CheckpointException) as error:  # a file may be gone by now
-            why = str(error).strip().splitlines()[-1]  # a CheckpointException has tracebacks
+            why = str(error).strip().splitlines()[-1]  # a CheckpointException's text has tracebacks
             raise UnusableCheckpoint(f"{newest}: {why}; remove the folder to resume") from error
         apply_settings(student.optimizer, student.settings)
         if not same_ranks:
@@ -121,7 +121,7 @@ class Checkpoints:
         return self.newest, process["extra"] if same_ranks else None
 
     def _run(self, given: str | None = None) -> str:
-        """Return the identity of the run. If it has none yet, store `given` or a new one."""
+        """Return the run's id. If the run has no id yet, store `given` or a new id."""
         file = self.folder.parent / "id"
         if not file.exists():
             write_atomically(file, (given or uuid4().hex).encode())
@@ -138,7 +138,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def export(student: Student, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype) -> None:
-    """Write safetensors, config, tokenizer, chat template and, with LoRA, the adapter; a collective call."""
+    """Write weights, config, tokenizer, chat template and any LoRA adapter. This is a collective call."""
     with whole_folder(folder, {}) as partial:
         weights = {}
         for name, value in student.weights():
@@ -157,7 +157,7 @@ def export(student: Student, tokenizer: PreTrainedTokenizerBase, folder: Path, d
 
 @contextmanager
 def whole_folder(folder: Path, facts: dict[str, Any]) -> Iterator[Path]:
-    """Yield a temporary folder, then write its manifest and rename it; CannotWrite if the disk refuses."""
+    """Yield a temporary folder, then write its manifest and rename it. Raise CannotWrite if that fails."""
     with room_for(folder):
         partial = distributed.on_rank0(lambda: empty_partial(folder))
         yield partial
@@ -169,7 +169,7 @@ def whole_folder(folder: Path, facts: dict[str, Any]) -> Iterator[Path]:
 
 
 def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
-    """Flush every file of `folder` and write the manifest of SHA-256 sums; a collective call."""
+    """Flush every file of `folder`, and write a manifest of SHA-256 sums. This is a collective call."""
     manifest, digest = folder / MANIFEST, folder / MANIFEST_DIGEST
     digests = {}
     for path in _share(sorted(path for path in folder.rglob("*") if path.is_file())):
@@ -186,7 +186,7 @@ def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def read_manifest(folder: Path, remove: str = "remove the folder to resume") -> dict[str, Any]:
-    """Verify every file of `folder` and return its manifest; `remove` ends the message of an error."""
+    """Verify every file of `folder` and return its manifest. Error messages end with `remove`."""
     try:
         content = (folder / MANIFEST).read_bytes()
         expected = (folder / MANIFEST_DIGEST).read_text().split()[:1]
@@ -207,7 +207,7 @@ def read_manifest(folder: Path, remove: str = "remove the folder to resume") -> 
 
 
 def require_whole(export: Path) -> None:
-    """Raise UnusableCheckpoint if an export has a manifest and differs from it; a collective call."""
+    """Raise UnusableCheckpoint if an export differs from its manifest, if any. This is a collective call."""
     if distributed.on_rank0((export / MANIFEST_DIGEST).exists):
         read_manifest(export, "to repeat its run, remove the run's folder")
 

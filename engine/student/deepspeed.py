@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-2 and ZeRO-3; master weights, gradient accumulation and reductions are in fp32."""
+"""DeepSpeed ZeRO-2 and ZeRO-3. Master weights, gradient accumulation and reductions are in fp32."""
 
 import json
 import os
@@ -55,13 +55,13 @@ class DeepSpeedZero:
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         self.engine.set_gradient_accumulation_boundary(last)
-        # DeepSpeed averages gradients over ranks
+        # DeepSpeed averages gradients over ranks, but the loss needs their sum
         self.engine.backward(loss * distributed.world_size(), scale_wrt_gas=False)
 
     def trial(
         self, batch: TokenBatch, through_head: ThroughHead[tuple[Tensor, Stats]]
     ) -> tuple[float, Stats]:
-        """Compute the gradient of small parameters without the engine, which would keep the gradient."""
+        """Compute the gradients of small parameters without the engine, which would keep these gradients."""
         loss, stats = self.policy(batch, through_head)
         leaves = [each for each in self.policy.parameters() if each.requires_grad]
         leaves = [each for each in leaves if getattr(each, "ds_numel", each.numel()) <= SMALL]
@@ -71,7 +71,7 @@ class DeepSpeedZero:
 
     def step(self) -> float:
         self.engine.step()
-        return float(self.engine.get_global_grad_norm())  # inf where DeepSpeed skipped the step
+        return float(self.engine.get_global_grad_norm())  # inf if DeepSpeed skipped the step
 
     def full(self, parameter: Tensor) -> Tensor:
         if isinstance(parameter, nn.Parameter) and parameter.requires_grad:
@@ -91,7 +91,7 @@ class DeepSpeedZero:
 
 
 def configuration(settings: TrainSettings, device: torch.device) -> dict[str, Any]:
-    """Return DeepSpeed's configuration from `settings` and deepspeed_config; ValueError if they conflict."""
+    """Merge `settings` and deepspeed_config for DeepSpeed. Raise ValueError if they conflict."""
     zero: dict[str, Any] = {"stage": settings.zero_stage}
     if settings.offload_optimizer and device.type != "cpu":
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -137,8 +137,8 @@ def _package(device: torch.device) -> Any:
     except ImportError as error:
         raise ImportError(f"strategy: 'deepspeed' needs the package deepspeed ({error})") from error
     if device.type == "cpu":
-        # An operator for inference, which DeepSpeed would compile for a minute.
+        # DeepSpeed would compile this operator for a minute, but only inference uses it.
         vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
-    # DeepSpeed calls deprecated collectives, with a warning each time
+    # DeepSpeed calls deprecated collectives, and each call warns
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     return deepspeed

@@ -1,4 +1,4 @@
-"""FSDP2 and HSDP with fp32 master weights; gradients are summed in fp32."""
+"""FSDP2 and HSDP with fp32 master weights. Gradients are summed in fp32."""
 
 import math
 import pickle
@@ -23,7 +23,7 @@ from smopd.engine.student.optimizers import optimizer
 from smopd.engine.student.strategy import Output, Policy, Stats, ThroughHead
 from smopd.engine.types import TokenBatch
 
-ROOT_ONLY = 1_000_000_000  # parameters (ours): at this size, wrapping only the root takes 8 GB more
+ROOT_ONLY = 1_000_000_000  # parameters (ours) at which wrapping only the root takes 8 GB more
 _PLAIN: dict[str, Collection[str]] = {
     dcp.metadata.__name__: [name for name, found in vars(dcp.metadata).items() if isinstance(found, type)],
     "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
@@ -32,7 +32,7 @@ _PLAIN: dict[str, Collection[str]] = {
     "pathlib": ["PosixPath", "PurePosixPath"],
     "pathlib._local": ["PosixPath", "PurePosixPath"],
 }
-"""Module -> names allowed in a checkpoint's metadata, besides dtypes."""
+"""Module -> its names that a checkpoint's metadata may use. dtypes of these modules are allowed, too."""
 
 
 class Fsdp2:
@@ -93,14 +93,14 @@ class Fsdp2:
 
     def _state(self) -> dict[str, Any]:
         options = StateDictOptions(ignore_frozen_params=self._frozen())
-        if not self.optimizer.state:  # torch initializes it by a zero-gradient step, so reset the counter
+        if not self.optimizer.state:  # torch initializes it by a step with zero gradients: reset the counter
             get_state_dict(self.policy, self.optimizer, options=options)
             for state in self.optimizer.state.values():
                 if "step" in state:
                     state["step"].zero_()
         model, optimizer = get_state_dict(self.policy, self.optimizer, options=options)
         trained = {name for name, value in self.policy.named_parameters() if value.requires_grad}
-        if self._frozen():  # torch leaves out a frozen tied weight under only one of its names
+        if self._frozen():  # of a frozen tied weight, torch leaves out only one name
             model = {name: value for name, value in model.items() if name in trained}
         return {"model": model, "optimizer": optimizer}
 
@@ -120,11 +120,11 @@ def _grid(shard_size: int | None, device: torch.device) -> DeviceMesh | None:
 
 
 def _shard(policy: Policy, settings: TrainSettings, device: torch.device) -> Policy:
-    """Shard each decoder layer and the root in place; gradients are summed over ranks, not averaged.
+    """Shard each decoder layer and the root in place. Gradients are summed over ranks, not averaged.
 
-    On one rank only the root of a small model is wrapped, because a layer's hooks take more host time
-    than the layer takes on a GPU. Wrapping only the root keeps two more fp32 gradients, so large models
-    are wrapped by layer.
+    On one rank, only the root of a small model is wrapped, because a layer's hooks take more host time than
+    the layer takes on a GPU. Large models are wrapped by layer, because wrapping only the root keeps two
+    extra fp32 copies of the whole model's gradients.
     """
     offload, several = settings.offload_optimizer, distributed.world_size() > 1
     cast = None if settings.compute_dtype == "float32" else getattr(torch, settings.compute_dtype)
@@ -140,13 +140,13 @@ def _shard(policy: Policy, settings: TrainSettings, device: torch.device) -> Pol
     for module in policy.modules():
         if isinstance(module, fsdp.FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
-            if several:  # on one rank torch would copy the gradient for nothing
+            if several:  # on one rank this would only copy the gradient
                 module.set_gradient_divide_factor(1.0)
     return policy
 
 
 def _member(enumeration: Any, name: str) -> Enum:
-    """Return a member of an enumeration. Python 3.11.0 to 3.11.3 pickle a member as a call of getattr."""
+    """Return the member `name`. Python 3.11.0 to 3.11.3 pickle a member of an Enum as a call of getattr."""
     if not (isinstance(enumeration, type) and issubclass(enumeration, Enum)):
         raise pickle.UnpicklingError(f"it names builtins.getattr of {enumeration!r}")
     return enumeration[name]
@@ -165,7 +165,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def require_plain(metadata: Path) -> None:
-    """Raise DamagedFile if a checkpoint's `.metadata`, a pickle, does more than describe tensors."""
+    """Raise DamagedFile if a checkpoint's `.metadata` (a pickle) does more than describe tensors."""
     try:
         with metadata.open("rb") as file:
             _PlainUnpickler(file).load()

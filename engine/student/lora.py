@@ -1,4 +1,4 @@
-"""Low-rank adapters (peft): fp32 adapters on a base frozen in the compute dtype."""
+"""Low-rank adapters (peft). The adapters are in fp32, and the frozen base is in the compute dtype."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -16,13 +16,13 @@ from smopd.engine.models.loading import decoder_layers
 from smopd.engine.settings import Lora
 
 log = logging.getLogger(__name__)
-ADAPTER = "default"  # peft's name of a single adapter
+ADAPTER = "default"  # peft's name for a single adapter
 ALL_LINEAR = ["all-linear"]
 BASE = ".base_layer."
 
 
 def attach(model: PreTrainedModel, lora: Lora) -> None:
-    """Insert fp32 adapters, equal on all ranks, and freeze all other weights; ValueError for bad targets."""
+    """Insert fp32 adapters, equal on all ranks, and freeze the rest. Raise ValueError for bad targets."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -37,7 +37,7 @@ def attach(model: PreTrainedModel, lora: Lora) -> None:
     )
     try:
         inject_adapter_in_model(config, model, ADAPTER)
-    except ValueError as error:  # peft's other lines print modules
+    except ValueError as error:  # the message's other lines print modules
         raise ValueError(f"lora: {str(error).splitlines()[0]}") from error
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -62,10 +62,10 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
 
 
 def _targets(model: PreTrainedModel, wanted: list[str]) -> list[str]:
-    """Return the target names. Head and embeddings get no adapters: the fused loss needs a plain head."""
+    """Return the target names. Head and embeddings are excluded: the fused loss needs a plain head."""
     layers = decoder_layers(model)
     linear = {_last(name) for name, module in layers.named_modules() if isinstance(module, nn.Linear)}
-    linear.discard("router")  # adapted, it would return a tensor (phimoe) or be read as more logits (Jamba)
+    linear.discard("router")  # adapters would change the output's type (phimoe) or pass for routers (Jamba)
     if not linear:
         raise ValueError(f"lora: the decoder of a {type(model).__name__} has no linear layers")
     stacked = (name for name, value in layers.named_parameters() if value.dim() == 3)
@@ -87,7 +87,7 @@ def _last(name: str) -> str:
 
 
 def _served(model: PreTrainedModel, targets: list[str]) -> set[str]:
-    """Return the targets that peft keeps; it moves others to fused experts, which `merged` cannot merge."""
+    """Return the targets that peft keeps. It moves others to fused experts, which `merged` cannot merge."""
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(r=1, target_modules=targets)
@@ -99,9 +99,9 @@ def _served(model: PreTrainedModel, targets: list[str]) -> set[str]:
 def merged(
     tensors: Mapping[str, Tensor], lora: Lora, full: Callable[[Tensor], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the base's weights by name. A weight with an adapter is W + (alpha / rank) B A, in fp32.
+    """Yield names and weights of the base. A weight W with an adapter becomes W + (alpha / rank) B A in fp32.
 
-    tensors: the sharded state dict, in the same order on every rank; full: gathers a tensor.
+    tensors: the sharded state dict, in the same order on every rank. full: a function that gathers a tensor.
     """
     for name, value in tensors.items():
         if _is_adapter(name):

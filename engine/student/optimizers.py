@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules: built in by name, or a user's function by its import path."""
+"""Optimizers and learning-rate schedules, chosen by a built-in name or the path of a user's function."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ The parameters are sharded fp32 master weights (DTensors under FSDP2). The calle
 learning rate of each update and skips non-finite gradients.
 """
 Schedule = Callable[[int, int], float]
-"""(update, number of updates) -> factor of the learning rate; updates count from 0."""
+"""(update, number of updates) -> factor of the learning rate. The first update is 0."""
 
 
 def adamw(parameters: list[nn.Parameter], settings: Optimiser) -> torch.optim.Optimizer:
@@ -41,7 +41,7 @@ def linear(update: int, updates: int) -> float:
 
 
 def cosine(update: int, updates: int) -> float:
-    """Decay by half a cosine from 1 at the first update to 0 after the last."""
+    """Decay along half a cosine from 1 at the first update to 0 after the last."""
     return 0.5 + 0.5 * math.cos(math.pi * min(1.0, update / max(1, updates)))
 
 
@@ -50,13 +50,13 @@ SCHEDULES: dict[str, Schedule] = {"constant": constant, "linear": linear, "cosin
 
 
 def optimizer(policy: nn.Module, settings: Optimiser) -> torch.optim.Optimizer:
-    """Create `settings.optimizer` for the trained parameters; raise ValueError as `resolve` does."""
+    """Create `settings.optimizer` for the trained parameters. Raise ValueError if it does not exist."""
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     return resolve(settings.optimizer, OPTIMIZERS)(trained, settings)
 
 
 def apply_settings(made: torch.optim.Optimizer, settings: Optimiser) -> None:
-    """Set AdamW's settings again, after a checkpoint has restored the settings that it was saved with."""
+    """Set AdamW's options to `settings` again, because restoring a checkpoint has replaced them."""
     if settings.optimizer == "adamw":
         for group in made.param_groups:
             group |= {"betas": settings.betas, "eps": settings.adam_eps}
@@ -64,12 +64,12 @@ def apply_settings(made: torch.optim.Optimizer, settings: Optimiser) -> None:
 
 
 def schedule(settings: Optimiser, updates: int) -> Callable[[int], float]:
-    """Return the schedule as update -> factor of the learning rate. Raise ValueError as `resolve` does."""
+    """Return the schedule as a function, update -> factor. Raise ValueError if it does not exist."""
     factor = resolve(settings.schedule, SCHEDULES)
     return lambda update: factor(update, updates)
 
 
 def last_share(update: int, updates: int, share: float) -> float:
-    """Return a warm start's factor: 1, then a linear fall to 0 over the last `share` of the updates."""
+    """Return a warm start's factor. It is 1, then falls linearly to 0 over the last `share` of updates."""
     begin = round(updates * (1 - share))
     return min(1.0, max(0.0, (updates - update) / max(1, updates - begin)))

@@ -20,7 +20,7 @@ ThroughHead = Callable[[Head, Tensor], Output]
 
 
 class Policy(nn.Module):
-    """The sharded root module. The head runs inside its forward, where the weight is gathered."""
+    """The sharded root module. Its forward also calls the head, as the head's weight is gathered there."""
 
     def __init__(self, model: PreTrainedModel, router_aux_loss_coef: float = 0.0):
         super().__init__()
@@ -41,36 +41,36 @@ class Policy(nn.Module):
 
 
 class Strategy(Protocol):
-    """Sharding of a policy in training. All methods are collective; gradients are summed, not averaged."""
+    """A sharded policy in training. All methods are collective calls. Gradients are summed over ranks."""
 
     name: str
-    """Name in checkpoints."""
+    """The name stored in checkpoints."""
     reshards: bool
-    """Whether another number of ranks can resume from its checkpoints."""
+    """Whether a run can resume from its checkpoints on another number of ranks."""
     policy: Policy
     optimizer: torch.optim.Optimizer
 
     def forward(self, batch: TokenBatch, through_head: ThroughHead[Output]) -> Output: ...
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Accumulate the gradient of the loss; `last`: no other micro-batch follows in this update."""
+        """Accumulate the gradient of the loss. `last` marks the last micro-batch of an update."""
         ...
 
     def trial(
         self, batch: TokenBatch, through_head: ThroughHead[tuple[Tensor, Stats]]
     ) -> tuple[float, Stats]:
-        """Return a norm of the loss's gradient and the statistics of the forward; change nothing.
+        """Return a norm of the loss's gradient and the statistics of the forward, without changing anything.
 
         The norm is NaN or infinite if a gradient is.
         """
         ...
 
     def step(self) -> float:
-        """Clip the gradient, step if it is finite, clear it, and return its global norm before clipping."""
+        """Clip the gradient, step if it is finite, and clear it. Return its global norm before clipping."""
         ...
 
     def full(self, parameter: Tensor) -> Tensor:
-        """Gather a parameter (its fp32 master if trained) or buffer of the policy."""
+        """Gather a parameter or buffer of the policy. A trained parameter yields its fp32 master weight."""
         ...
 
     def save(self, folder: Path) -> None: ...

@@ -34,11 +34,11 @@ PerToken = TypeVar("PerToken", TopK, LossStats)
 
 class Update(NamedTuple):
     stats: LossStats
-    """Per token in this rank's flat order; loss terms are this rank's share of the global sums."""
+    """Columns are in this rank's flat token order. Loss terms are this rank's share of the global sums."""
     grad_norm: float
     """Global gradient norm before clipping."""
     skipped: bool
-    """The gradient was not finite, so the parameters did not change."""
+    """True if the gradient was not finite. The parameters then did not change."""
     micro_batches: int
 
 
@@ -46,8 +46,8 @@ class Student:
     """A causal language model in training.
 
     Args:
-        model: unsharded and equal on all ranks; fp32, or the compute dtype under LoRA.
-        schedule: update (from 0) -> factor of the learning rate, multiplied by the warm-up's. None: 1.
+        model: unsharded, equal on all ranks, and in fp32 (with LoRA, in the compute dtype).
+        schedule: update (from 0) -> factor of the learning rate on top of the warm-up. None means 1.
     Raises:
         ValueError, UnusableModel, ImportError: the settings do not suit the model or this environment.
     """
@@ -90,9 +90,9 @@ class Student:
         log.info(text, where, trained, how, self.layout.description)
 
     def _require_computable(self) -> None:
-        """Raise UnusableModel if forward or backward fails in the compute dtype; a collective call.
+        """Raise UnusableModel if forward or backward fails in the compute dtype. This is a collective call.
 
-        It changes nothing: no gradient, optimizer state or random state.
+        Gradients, optimizer state and random state do not change.
         """
         dtype = self.settings.compute_dtype
         if dtype == "float32" or self.lora is not None:  # `choose` has checked this dtype
@@ -111,7 +111,7 @@ class Student:
                         why = "NaN or infinite log-probabilities or gradients"
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # such as a buffer in fp32, which meets rounded parameters
+        except Exception as error:  # such as an fp32 buffer in an operation with bf16 parameters
             if distributed.in_collective(error):
                 raise
             why = brief(error)
@@ -120,16 +120,16 @@ class Student:
             raise UnusableModel(f"student.compute_dtype: {text}; expected float32, in which it works")
 
     def logps(self, rollouts: Sequence[Rollout], temperature: float, *, adapters: bool = True) -> Tensor:
-        """Return the tokens' (N,) fp32 logps, those of LoRA's base if not `adapters`; a collective call."""
+        """Return (N,) fp32 logps of the policy or (not `adapters`) LoRA's base. This is a collective call."""
         with nullcontext() if adapters else lora.adapters_disabled(self.model):
             logp_N = self.topk(rollouts, 0, temperature).token_logp_N
         assert logp_N is not None
         return logp_N
 
     def topk(self, rollouts: Sequence[Rollout], kappa: int, temperature: float) -> TopK:
-        """Return the `kappa` most likely tokens at each of the N response positions; a collective call."""
+        """Return the `kappa` most likely tokens at the N response positions. This is a collective call."""
         batches, parts = self._micro_batches(rollouts), []
-        self.policy.eval()  # nothing to checkpoint for a backward
+        self.policy.eval()  # no checkpointing, as no backward follows
         with torch.no_grad():
             for batch in batches:
                 topk = partial(Head.topk, kappa=kappa, token_ids_N=batch.token_ids_N, temperature=temperature)
@@ -138,10 +138,10 @@ class Student:
         return joined(parts, batches)
 
     def update(self, rollouts: Sequence[Rollout], tokens: LossTokens, settings: LossSettings) -> Update:
-        """Take an optimizer step on this rank's share of a mini-batch, which may be empty; a collective call.
+        """Take an optimizer step on this rank's share of a mini-batch, which may be empty.
 
-        tokens: in the flat token order of `rollouts`, with global denominators. Raise NonFinite after
-        more than MAX_SKIPPED_UPDATES skipped updates.
+        This is a collective call. tokens: in the flat token order of `rollouts`, with global denominators.
+        Raise NonFinite after more than MAX_SKIPPED_UPDATES skipped updates.
         """
         batches, parts = self._micro_batches(rollouts), []
         if self.settings.router_aux_loss_coef:
@@ -168,9 +168,9 @@ class Student:
 
     @torch.no_grad()
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full tensors under the base model's names, with adapters merged; a collective call.
+        """Yield full tensors under the base model's names, with adapters merged. This is a collective call.
 
-        A tied head follows the embedding as the same tensor, which is gathered once.
+        A tied head follows the embedding as the same tensor, which is gathered only once.
 
         Raises:
             NonFinite: a tensor, which the error names, has NaN or infinite elements.
@@ -193,19 +193,19 @@ class Student:
             yield name, value
             for other in tied.get(name, ()):
                 yield other, value
-            del value  # before the next one is gathered
+            del value  # free it before the next tensor is gathered
 
     def adapter(self, folder: Path) -> Path:
-        """Write a LoRA student's adapters to `folder` in peft's format; a collective call."""
+        """Write a LoRA student's adapters to `folder` in peft's format. This is a collective call."""
         return lora.save(self.model, self._tensors(), self.strategy.full, folder)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return the model's sharded state dict, taken from the root, whose hooks reshard it first."""
+        """Return the model's sharded state dict. Take it from the root, whose hooks reshard the model."""
         tensors = self.policy.state_dict(keep_vars=True)
         return {name.removeprefix("model."): value for name, value in tensors.items()}
 
     def _micro_batches(self, rollouts: Sequence[Rollout]) -> list[TokenBatch]:
-        """Pack into the same number of micro-batches on every rank, at least one; some may be empty."""
+        """Pack into the same number of micro-batches on every rank, at least one. Some may be empty."""
         batches = [*pack(rollouts, self.settings, self.layout)]
         count = torch.tensor(len(batches), device=self.device)
         most = max(1, int(distributed.all_reduce(count, "max")))
@@ -220,9 +220,9 @@ def _through_loss(
 
 
 def train_mode(model: nn.Module) -> None:
-    """Set eval mode, except for activation checkpointing, which needs train mode.
+    """Set eval mode, except in modules with activation checkpointing, which need train mode.
 
-    Dropout and random routers would make the ratio of two forwards depend on more than the parameters.
+    In train mode, dropout and random routers would change the ratio of two forwards with equal parameters.
     """
     model.eval()
     for module in model.modules():
@@ -231,7 +231,7 @@ def train_mode(model: nn.Module) -> None:
 
 
 def _without_dropout(model: PreTrainedModel) -> None:
-    """Zero all dropout rates, as checkpointed layers stay in train mode."""
+    """Set all dropout rates to 0, because checkpointed layers stay in train mode."""
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, float) and ("drop" in name or isinstance(module, nn.Dropout)):
@@ -239,7 +239,7 @@ def _without_dropout(model: PreTrainedModel) -> None:
 
 
 def joined(parts: Sequence[PerToken], batches: Sequence[TokenBatch]) -> PerToken:
-    """Join the results of micro-batches: put columns into the flat token order, and sum loss terms."""
+    """Join the results of micro-batches. Columns are put into the flat token order; loss terms are summed."""
     place_N = torch.cat([batch.flat_N for batch in batches])
     fields: dict[str, Tensor] = {}
     for name, first in vars(parts[0]).items():

@@ -1,8 +1,8 @@
-"""vLLM engines, created once per role and then given new weights in place.
+"""vLLM engines. An engine is created once per role, and then its weights are replaced in place.
 
-Colocated engines live in the training process, one on every rank; other engines live in their own processes.
-All engines are kept until the training process ends, because garbage-collecting one destroys the caller's
-process group.
+A colocated engine runs in the training process of every rank. Other engines run in their own processes. All
+engines are kept until the training process ends, because garbage collection of an engine destroys the
+caller's process group.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 class LostWeights(RuntimeError):
-    """An engine does not hold a complete set of weights."""
+    """An engine does not have a complete set of weights."""
 
 
 @dataclass(eq=False)
@@ -62,9 +62,9 @@ class Engine:
 
     Attributes:
         sleeps: whether the engine leaves the GPU between uses.
-        memory: its GPU memory; None on a CPU.
-        holds: identity of the files that its weights come from; None for other weights.
-        asleep: what is off the GPU now: a subset of {"weights", "kv_cache"}.
+        memory: its GPU memory, or None on a CPU.
+        holds: `identity` of the files that its weights come from, or None if they do not come from files.
+        asleep: the subset of {"weights", "kv_cache"} that is off the GPU now.
         trouble: why the engine cannot serve, or "".
         broken: whether vLLM failed during a load, so that later loads may be silently wrong.
     """
@@ -81,7 +81,7 @@ class Engine:
 
     @contextmanager
     def awake(self) -> Iterator[LLM]:
-        """Keep weights and cache on the GPU inside the context; raise LostWeights if the last load failed."""
+        """Keep weights and cache on the GPU in the context. Raise LostWeights if the last load failed."""
         with exclusive(self.settings):
             if self.trouble:
                 raise LostWeights(f"the engine lacks a complete set of weights ({self.trouble})")
@@ -105,8 +105,8 @@ class Engine:
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the weights by a stream of full tensors, equal on all ranks, and clear the prefix cache.
 
-        After an error (ValueError if a weight is missing, unknown or has another shape) the engine refuses to
-        serve until a load succeeds.
+        Raise ValueError if a weight is missing, unknown or has another shape. After any error, the engine
+        refuses to serve until a load succeeds.
         """
         if self.broken:
             raise LostWeights(self.trouble)
@@ -132,7 +132,7 @@ _working = threading.RLock()
 
 @contextmanager
 def exclusive(settings: Vllm) -> Iterator[None]:
-    """Let one colocated engine work at a time, because vLLM's forward context is global.
+    """Let only one colocated engine run at a time, because vLLM's forward context is global.
 
     Raise NoServer if the process of an engine has ended.
     """
@@ -146,13 +146,13 @@ def exclusive(settings: Vllm) -> Iterator[None]:
 
 
 def engine(role: str, path: str | Path, settings: Vllm, **options: Any) -> Engine:
-    """Return the role's engine with the weights at `path`, a folder or hub id; collective if colocated.
+    """Return the role's engine with the weights at `path`, a folder or hub id.
 
-    An existing engine of the same architecture, settings and options is reused. Creating an engine preserves
-    the caller's random state, environment, threads and logging.
+    If colocated, this is a collective call. An existing engine of the same role, architecture, settings and
+    options is reused. Creating an engine preserves random state, environment, thread count and logging.
 
     Args:
-        role: SAMPLES, "teachers", ...; roles never share an engine.
+        role: SAMPLES or another name, such as "teachers". Roles never share an engine.
         options: arguments of vllm.LLM that override the settings.
     """
     path = str(Path(path).expanduser()) if str(path).startswith("~") else str(path)
@@ -164,13 +164,13 @@ def engine(role: str, path: str | Path, settings: Vllm, **options: Any) -> Engin
         made = _engines[key] = _make(role, path, settings, architecture, options)
     elif made.holds != files:
         made.load(stored(path, architecture))
-        made._wake(made.asleep)  # as a new engine is awake
+        made._wake(made.asleep)  # because a new engine is awake, too
     made.holds = files
     return made
 
 
 def of_sharing_ranks(settings: Vllm, own: T) -> tuple[list[T], int]:
-    """Return `own` of each rank that shares this rank's model, and this rank's index; a collective call."""
+    """Gather `own` of the ranks that share a model (a collective call). Also return this rank's index."""
     if settings.placement == "process" or settings.tensor_parallel_size == 1:
         return [own], 0
     from vllm.distributed import get_tp_group
@@ -189,7 +189,7 @@ def _architecture(path: str, files: str) -> Architecture:
 
 
 def warm_cache(path: str) -> None:
-    """Read the architecture now. Reading it in another thread would change all threads' default dtype."""
+    """Read the architecture now. Reading it later in a thread would change all threads' default dtype."""
     _architecture(path, identity(path))
 
 
@@ -207,7 +207,7 @@ def _make(
         import vllm
         from vllm import envs
 
-        envs.disable_envs_cache()  # an earlier engine enabled it
+        envs.disable_envs_cache()  # an earlier engine enabled the cache
         arguments = _arguments(path, settings) | {"enable_sleep_mode": sleeps}
         memory = None
         if on_gpu:
@@ -224,7 +224,7 @@ def _make(
             llm = vllm.LLM(**deepcopy(arguments | options))  # vLLM changes its arguments
     if alone:
         _fail_when_process_ends(llm)
-    else:  # its finalizer needs the process group, which is gone at exit
+    else:  # vLLM's finalizer needs the process group, which is gone at exit
         _give_back(llm, classes)
         llm.llm_engine.engine_core._finalizer.atexit = False
     seconds = time.perf_counter() - start
@@ -233,7 +233,7 @@ def _make(
 
 
 def _fail_when_process_ends(llm: LLM) -> None:
-    """Fail pending requests when the engine's process ends; vLLM's client would wait forever."""
+    """Fail pending requests when the engine's process ends. vLLM's client alone would wait forever."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     client: Any = llm.llm_engine.engine_core
@@ -251,7 +251,7 @@ def _fail_when_process_ends(llm: LLM) -> None:
 
 
 def _model_classes() -> dict[Any, tuple[tuple[type, ...], dict[str, Any]]]:
-    """Return the bases and attributes of each model class of transformers that is loaded."""
+    """Return the bases and attributes of each loaded model class of transformers."""
     found: list[Any] = [PreTrainedModel]
     for cls in found:
         found += cls.__subclasses__()
@@ -259,9 +259,9 @@ def _model_classes() -> dict[Any, tuple[tuple[type, ...], dict[str, Any]]]:
 
 
 def _give_back(llm: LLM, before: Mapping[Any, tuple[tuple[type, ...], dict[str, Any]]]) -> None:
-    """Undo vLLM's changes to transformers' classes, and give vLLM's modules changed classes of their own.
+    """Undo vLLM's changes to transformers' classes, and give vLLM's modules subclasses with these changes.
 
-    Otherwise the trainer's models, which are of transformers' classes, could not be called any more.
+    Otherwise the trainer's models, which are instances of the same classes, could no longer be called.
     """
     theirs: dict[type, type] = {}
     for cls, (bases, own) in before.items():
@@ -282,7 +282,7 @@ def _give_back(llm: LLM, before: Mapping[Any, tuple[tuple[type, ...], dict[str, 
 
 
 def _require_replaceable(architecture: Architecture) -> None:
-    """Raise ValueError for a mixture of experts on a CPU: vLLM 0.32 packs its weights irreversibly."""
+    """Raise ValueError for a mixture of experts on a CPU, where vLLM 0.32 packs the weights irreversibly."""
     if not torch.cuda.is_available() and any(EXPERTS.search(name) for name in architecture.shapes):
         expected = "expected `local`, or a server with a GPU at rollout.urls"
         raise ValueError(f"vLLM does not replace the weights of experts on a CPU; {expected}")
@@ -317,7 +317,7 @@ def _arguments(path: str, settings: Vllm) -> dict[str, Any]:
     if not torch.cuda.is_available():
         given.pop("gpu_memory_utilization", None)
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
-        # A seeded request with a split prompt resets its generator's state; a CPU's generator cannot do that.
+        # If a prompt is split, vLLM resets the generator of a seeded request, which fails on a CPU.
         arguments["enable_chunked_prefill"] = False
     if settings.placement == "process":
         from smopd.engine.vllm.transfer import BACKEND, EXTENSION
@@ -334,7 +334,7 @@ def _colocated() -> list[Engine]:
 
 
 def engine_environment(settings: Vllm) -> dict[str, str | None]:
-    """Return variables to set while an engine is created; None unsets one."""
+    """Return environment variables for the creation of an engine. None unsets a variable."""
     alone = settings.placement == "process"
     defaults = {
         "VLLM_CONFIGURE_LOGGING": "1" if alone else "0",

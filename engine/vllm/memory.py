@@ -1,11 +1,11 @@
-"""GPU memory of a vLLM engine: one rule for the engines (engines.py) and the planner (examples/plan.py).
+"""GPU memory of a vLLM engine. The engines (engines.py) and the planner (examples/plan.py) share this rule.
 
-weights   this GPU's shard; the head of a teacher's pooler is whole on every GPU
+weights   this GPU's shard; each GPU has the whole head of a teacher's pooler
 work      an estimate for CUDA graphs and the largest forward
-cache     keys and values: `kv_cache_memory_bytes`, or what `gpu_memory_utilization` leaves, or else
-          scoring: one batch and one sequence, since nothing is read from the cache again
-          sampling: a quarter of the memory beside weights and work; the rest is for AdamW's states,
-          teachers and engines of later runs, which are allocated afterwards
+cache     keys and values: `kv_cache_memory_bytes` or what `gpu_memory_utilization` leaves. If neither is set:
+          scoring: room for one batch and one sequence, because no later batch reads the cache
+          sampling: a quarter of the memory that weights and work leave; the rest is for AdamW's states,
+          for teachers, and for engines of later runs, which are allocated afterwards
 """
 
 from collections.abc import Collection
@@ -22,7 +22,7 @@ SAMPLING_PART = 4  # ours
 
 
 class Gpu(NamedTuple):
-    """Bytes of one GPU before an engine is made; `asleep` is reserved for sleeping engines."""
+    """Bytes of one GPU before an engine is created. `asleep` is reserved for sleeping engines."""
 
     free: int
     total: int
@@ -36,7 +36,7 @@ class Gpu(NamedTuple):
 class EngineMemory(NamedTuple):
     """Bytes of an awake engine on one GPU.
 
-    head: loaded by the pooler, so not part of vLLM's own share; least: the cache of the longest sequence.
+    head: loaded by the pooler, so not in vLLM's own share. least: the cache for the longest sequence.
     """
 
     weights: int
@@ -47,7 +47,7 @@ class EngineMemory(NamedTuple):
 
     @property
     def inside(self) -> int:
-        """Bytes that vLLM itself counts."""
+        """The bytes that vLLM itself counts."""
         return self.weights + self.cache + self.work
 
     @property
@@ -55,7 +55,7 @@ class EngineMemory(NamedTuple):
         return self.inside + self.head
 
     def asleep(self, tags: Collection[str]) -> int:
-        """Bytes to reserve while `tags` ("weights", "kv_cache") are off the GPU."""
+        """Return the bytes to reserve for waking up while `tags` ("weights", "kv_cache") are off the GPU."""
         if not tags:
             return 0
         return self.cache * ("kv_cache" in tags) + self.weights * ("weights" in tags) + self.work
@@ -66,8 +66,8 @@ def engine_memory(
 ) -> EngineMemory:
     """Return the memory of an engine.
 
-    width: bytes of a weight and of a cached number; longest: positions of the longest sequence; samples:
-    False for an engine that scores with the pooler's head.
+    width: bytes per element, for weights and for the KV cache. longest: positions of the longest sequence.
+    samples: False for an engine that scores with the pooler's head.
     """
     parallel = settings.tensor_parallel_size
     own_head = not samples and (parallel > 1 or not model.tied)
@@ -89,7 +89,7 @@ def engine_memory(
 def vllm_arguments(
     settings: Vllm, memory: EngineMemory, gpu: Gpu, *, sleeps: bool, samples: bool
 ) -> dict[str, Any]:
-    """Return the memory arguments of vllm.LLM, which checks that the share gpu_memory_utilization is free."""
+    """Return the memory arguments of vllm.LLM, which fails if less than gpu_memory_utilization is free."""
     if settings.gpu_memory_share is not None and settings.kv_cache_bytes is None:
         return {"gpu_memory_utilization": settings.gpu_memory_share}
     least, room = memory.total - memory.work, gpu.free if sleeps else gpu.room

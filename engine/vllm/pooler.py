@@ -1,9 +1,9 @@
 """A pooler inside vLLM that turns hidden states into top-kappa log-probabilities.
 
 vLLM runs a teacher as a pooling model, which returns hidden states. `TeacherWorker`, an extension of vLLM's
-worker, applies the teacher's head to response positions, one prefill chunk at a time, through
-`linear_topk_logprobs`; neither hidden states nor (tokens, V) logits are kept. In pooling mode vLLM loads no
-head, so the head is read from the checkpoint, or is the input embedding if the two are tied.
+worker, installs `TeacherPooler`. The pooler applies the teacher's head to response positions, one prefill
+chunk at a time, and keeps neither hidden states nor (tokens, V) logits. In pooling mode vLLM loads no head.
+The head is therefore read from the checkpoint or, if tied, is the input embedding.
 
 Shapes: T tokens of one response, N of all responses in a step, S = kappa, D hidden, V vocabulary.
 """
@@ -24,7 +24,7 @@ from vllm.model_executor.layers.pooler.abstract import Pooler
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.v1.pool.metadata import PoolingMetadata
 
-import smopd.engine.vllm.transfer  # noqa: F401  registers how weights reach an engine in its own process
+import smopd.engine.vllm.transfer  # noqa: F401  registers the weight transfer to engines in their own process
 from smopd.engine.models.loading import UnusableModel, custom_code, logit_scale
 from smopd.engine.types import Rollout
 from smopd.engine.weights.architecture import identity, tensor, weight_files
@@ -38,11 +38,11 @@ HEAD, TIED_HEAD = "lm_head", "embed_tokens"
 class TeacherPooler(Pooler):
     """Pooler that answers `ask` with (T, 2 S + 1) fp32: top ids, their logps, and the response token's logp.
 
-    fp32 holds ids below 2^24 exactly.
+    fp32 represents ids below 2^24 exactly.
 
     Args:
         source: identifies the head.
-        weight_VD: the head; None: the first n_vocab rows of `embedding`, read at each call.
+        weight_VD: the head. None means the first n_vocab rows of `embedding`, read at each call.
         scale: multiplies the logits.
     """
 
@@ -78,7 +78,7 @@ class TeacherPooler(Pooler):
             hidden.append(chunk[place_N[inside_N].to(chunk.device)])
             token_ids.append(rows["token_ids_N"][inside_N])
         token_ids_N = torch.cat(token_ids).to(hidden_states.device, non_blocking=True)
-        kappa, temperature = requests[0]["kappa"], requests[0]["temperature"]  # equal for all
+        kappa, temperature = requests[0]["kappa"], requests[0]["temperature"]  # equal for all requests
         joined = self.answer(torch.cat(hidden), kappa, temperature, token_ids_N)
         answers = joined.split([len(each) for each in token_ids])
         results: list[Tensor | None] = []
@@ -107,7 +107,7 @@ class TeacherWorker:
     model_runner: Any
 
     def serve_teacher(self, path: str) -> None:
-        """Serve the head of the model at `path`; the decoder must already hold that model's weights."""
+        """Serve the head of the model at `path`. The decoder must already have that model's weights."""
         model = self.model_runner.get_model()
         poolers, source = model.pooler.poolers_by_task, (path, identity(path))
         if getattr(poolers[TASK], "source", None) == source:
@@ -121,7 +121,7 @@ class TeacherWorker:
         weight_VD = bias_V = None
         if not config.tie_word_embeddings:
             weight_VD, bias_V = read(path, f"{HEAD}.weight", like), read(path, f"{HEAD}.bias", like)
-        elif embedding.tp_size > 1:  # sharded
+        elif embedding.tp_size > 1:  # the embedding is sharded
             weight_VD = read(path, f"{TIED_HEAD}.weight", like)
         scale = logit_scale(config)
         poolers[TASK] = TeacherPooler(source, embedding, config.vocab_size, weight_VD, bias_V, scale)
@@ -136,7 +136,7 @@ def ask(
         predictor_T = torch.arange(len(r.response_ids)) + len(r.prompt_ids) - 1
         rows = {"token_ids_N": r.of_policy(r.response_ids).int(), "predictor_N": r.of_policy(predictor_T)}
         numbers = {"kappa": kappa, "temperature": temperature}
-        # An engine in another process receives bytes unchanged.
+        # `rows` is bytes, because these reach an engine in another process unchanged.
         params.append(PoolingParams(task=TASK, extra_kwargs=numbers | {"rows": save(rows)}))
     answers = llm.encode(
         [TokensPrompt(prompt_token_ids=[*r.prompt_ids, *r.response_ids[:-1].tolist()]) for r in rollouts],
@@ -171,6 +171,6 @@ def read(path: str, name: str, like: Tensor) -> Tensor | None:
 
 
 def _find(path: str, name: str) -> tuple[str, str] | None:
-    """Return file and full name of the weight whose name ends in `name`, or None."""
+    """Return the file and full name of the weight whose name ends in `name`, or None."""
     found = ((file, full) for full, file in weight_files(path).items() if f".{full}".endswith(f".{name}"))
     return next(found, None)

@@ -1,7 +1,7 @@
 """Sampling with vLLM: one request per response.
 
-Each request is seeded with a hash of (seed, group, sample). Up to rounding, a response does not depend on the
-batch, the rank or the engine.
+Each request is seeded with a hash of (seed, group, sample). Up to rounding, a response therefore does not
+depend on the batch, the rank or the engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOWEST_TEMPERATURE = 0.01  # vLLM silently raises lower temperatures to this
 
 
 class Sample(NamedTuple):
-    """A response to draw, the `number`-th for its prompt."""
+    """A response to draw: the `number`-th response to `prompt`."""
 
     prompt: tuple[int, ...]
     group: int
@@ -35,7 +35,7 @@ class Sample(NamedTuple):
 
 
 class VllmRollout:
-    """`RolloutEngine` with vLLM; ranks that share a model sample their prompts together.
+    """`RolloutEngine` with vLLM. Ranks that share a model sample their prompts together.
 
     Args:
         path: folder or hub id of the first weights.
@@ -51,7 +51,7 @@ class VllmRollout:
     def generate(
         self, prompts: Sequence[Sequence[int]], groups: Sequence[int], sampling: Sampling
     ) -> list[Rollout]:
-        """Sample as in `RolloutEngine`; raise LostWeights if the last load failed."""
+        """Sample as in `RolloutEngine`. Raise LostWeights if the last load failed."""
         own = samples_of(prompts, groups, sampling)
         if not own and self.engine.settings.tensor_parallel_size == 1:
             return []  # without waking the engine
@@ -62,14 +62,14 @@ class VllmRollout:
         return rollouts[first : first + len(own)]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load as in `RolloutEngine`; raise as `Engine.load` does, NoServer and CannotSend on all ranks."""
+        """Load as in `RolloutEngine`. Raise as `Engine.load`, but NoServer and CannotSend on all ranks."""
         stream = iter(weights)
 
         def take() -> None:
             try:
                 self.engine.load(stream)
             except (NoServer, CannotSend):
-                for _ in stream:  # gathering a tensor is a collective call
+                for _ in stream:  # empties it: gathering a tensor is a collective call
                     pass
                 raise
 
@@ -119,14 +119,14 @@ def sampling_parameters(sampling: Sampling, sample: Sample, end_ids: Sequence[in
         "max_tokens": sampling.max_new_tokens,
         "seed": draw_key(sampling.seed, sample.group, sample.number),
         "stop_token_ids": list(end_ids),
-        "ignore_eos": True,  # end_ids hold every end token
+        "ignore_eos": True,  # end_ids contain every end token
         "logprobs": 0,
         "detokenize": False,
     }
 
 
 def samples_of(prompts: Sequence[Sequence[int]], groups: Sequence[int], sampling: Sampling) -> list[Sample]:
-    """List the responses to draw; raises ValueError for a temperature that vLLM would change."""
+    """List the responses to draw. Raise ValueError for a temperature that vLLM would change."""
     if 0 < sampling.temperature < LOWEST_TEMPERATURE:
         raise ValueError(f"temperature {sampling.temperature}, expected 0 or at least {LOWEST_TEMPERATURE}")
     return [

@@ -1,7 +1,7 @@
-"""Teachers in vLLM: the top-kappa log-probabilities of each teacher at each response token (pooler.py).
+"""Teachers in vLLM. They compute top-kappa log-probabilities at each response token (pooler.py).
 
-LoRA teachers of one base share an engine. The base and each adapter are scored in separate calls, because
-vLLM on a CPU computes wrong values for mixed batches. Prefix caching is off: cached positions have no output.
+LoRA teachers of one base share an engine. The base and each adapter score in separate calls, because vLLM on
+a CPU computes wrong values for mixed batches. Prefix caching is off, as cached positions have no output.
 
 Shapes: N response tokens in flat order, M teachers, S = kappa.
 """
@@ -31,14 +31,14 @@ from smopd.engine.weights.adapters import Adapter, read_adapter, same_place
 from smopd.kernels.checks import check_kappa
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
-_lora_ids = itertools.count(1)  # vLLM keys adapters by number
+_lora_ids = itertools.count(1)  # vLLM identifies adapters by number
 
 
 @dataclass(frozen=True)
 class Base:
     """A model in vLLM. It is a teacher itself, the base of teachers that are its adapters, or both.
 
-    role: its engine's role; bases of one role take turns. members: each teacher's index, and adapter or None.
+    role: its engine's role. Bases of one role take turns. members: each teacher's index, and adapter or None.
     """
 
     path: str
@@ -54,10 +54,10 @@ class VllmTeachers(Dropping):
     Args:
         paths: folders or hub ids of models, and folders of LoRA adapters in peft's format.
         settings: max_model_len must cover a prompt with its response.
-        vocabulary: the student's vocabulary size. A teacher's may be larger because of padding.
-        tokens: size of the student's tokenizer, the minimum for a teacher's vocabulary; None: `vocabulary`.
-        engines: number of engines that the models share; None: one per model. With fewer, models take turns,
-            and each loads its weights at most once per call.
+        vocabulary: the student's vocabulary size. A teacher's size may differ because of padding.
+        tokens: size of the student's tokenizer, the minimum for a teacher's vocabulary. None: `vocabulary`.
+        engines: number of engines, or None for one per model. With fewer, models use the same engine in turn,
+            and each model is loaded at most once per call.
         role: distinguishes these engines from others in the process.
     """
 
@@ -74,7 +74,7 @@ class VllmTeachers(Dropping):
         self.vocabulary, self.settings, self.n_teachers = vocabulary, settings, len(paths)
         self.bases = read_bases(paths, tokens or vocabulary, engines, role, settings)
         self.rows = min(one.n_vocab for one in self.bases)
-        self._held: dict[str, str] = {}  # by role, the path of the weights in its engine
+        self._held: dict[str, str] = {}  # role -> path of the weights in its engine
         for one in self.bases:
             warm_cache(one.path)
             if one.role not in self._held:
@@ -116,7 +116,7 @@ class VllmTeachers(Dropping):
         return self.without_padding(own)
 
     def _together(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], slice]:
-        """Return the non-empty rollouts of ranks that share a model, and the slice of this rank's tokens."""
+        """Return the non-empty rollouts of ranks that share a model, and this rank's slice of the tokens."""
         own = [rollout for rollout in rollouts if rollout.n_tokens]
         gathered, rank = of_sharing_ranks(self.settings, own)
         before = [rollout for part in gathered[:rank] for rollout in part]
@@ -169,7 +169,7 @@ def lora_request(adapter: Adapter) -> LoRARequest:
 
 
 def lora_rank(adapter: Adapter) -> int:
-    """Return the least of LORA_RANKS that fits the adapter. Raise UnusableModel if vLLM cannot serve it."""
+    """Return the smallest of LORA_RANKS for the adapter. Raise UnusableModel if vLLM cannot serve it."""
     try:
         helper = PEFTHelper.from_dict(adapter.config)
         needed = max([helper.r, *helper.rank_pattern.values()])

@@ -1,7 +1,7 @@
 """The receiving end of `engine.weights.transport` in vLLM.
 
 vLLM's workers import this module, which registers a weight-transfer engine. A process with such an
-engine ends when the process that uses vLLM has ended.
+engine ends soon after the process that uses vLLM has ended.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ EXTENSION = "smopd.engine.vllm.transfer.Extension"
 
 
 class Extension:
-    """Worker extension, which makes vLLM's workers import this module."""
+    """A worker extension. To load it, vLLM's workers import this module."""
 
     _weight_update_active: bool
 
     def forget_weight_update(self) -> None:
-        """Allow a new update after the sender of the last update died."""
+        """Allow a new update if the last one is unfinished because its sender died."""
         self._weight_update_active = False
 
 

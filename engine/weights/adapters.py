@@ -10,13 +10,13 @@ from transformers import PreTrainedModel
 
 from smopd.engine.models.loading import UnusableModel
 
-PREFIX = "base_model.model."  # of names in an adapter's files
-BESIDES = ("bias", "modules_to_save", "trainable_token_indices")  # other weights that peft can train
+PREFIX = "base_model.model."  # of the names in an adapter's files
+BESIDES = ("bias", "modules_to_save", "trainable_token_indices")  # fields for other weights that peft trains
 EMBEDDINGS = ("lm_head", "embed_tokens", "output", "wte", "embed_out")
 
 
 class Adapter(NamedTuple):
-    """A LoRA adapter in peft's format; base: folder or hub id of its model."""
+    """A LoRA adapter in peft's format. `base` is the folder or hub id of its base model."""
 
     folder: Path
     base: str
@@ -24,8 +24,8 @@ class Adapter(NamedTuple):
 
 
 def attach(model: PreTrainedModel, adapter: Adapter, name: str) -> str:
-    """Add the adapter to `model` as `name`, and return `name`; raise UnusableModel if it does not fit."""
-    try:  # transformers' own loading accepts only the newest peft
+    """Add the adapter to `model` as `name`, and return `name`. Raise UnusableModel if it does not fit."""
+    try:  # transformers' own loading needs the newest peft
         from peft import PeftConfig, inject_adapter_in_model
         from peft.utils import load_peft_weights, set_peft_model_state_dict
     except ImportError as error:
@@ -56,10 +56,10 @@ def use(model: PreTrainedModel, name: str | None) -> None:
 
 
 def read_adapter(path: str | Path) -> Adapter | None:
-    """Read the LoRA adapter in the folder `path`; None if there is no adapter_config.json.
+    """Read the LoRA adapter in the folder `path`. Return None if there is no adapter_config.json.
 
-    Raise UnusableModel if the adapter is not LoRA, names no base, adapts the embeddings or the head, or holds
-    anything but low-rank matrices: other weights would replace those of the shared base.
+    Raise UnusableModel if the adapter is not LoRA, names no base, or adapts the embeddings or the head. Also
+    raise it for weights other than low-rank matrices, which would replace weights of the shared base.
     """
     folder = Path(path).expanduser()
     file = folder / "adapter_config.json"
@@ -96,6 +96,6 @@ def read_adapter(path: str | Path) -> Adapter | None:
 
 
 def same_place(path: str | Path) -> str:
-    """Return the absolute path of a folder; a hub id is unchanged."""
+    """Return the absolute path of a folder, or a hub id unchanged."""
     folder = Path(path).expanduser()
     return str(folder.resolve()) if folder.is_dir() else str(path)

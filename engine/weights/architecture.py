@@ -1,4 +1,4 @@
-"""The weights that a vLLM engine needs: names and shapes, checked streams, and streams from files."""
+"""The weights that a vLLM engine needs: their names and shapes, and checked or stored streams of them."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ from smopd.engine.student.checkpoint import file_digest
 
 NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 
-HEADLESS = ("gemma2", "gemma3n")  # families that have no separate head in vLLM if it is tied
+HEADLESS = ("gemma2", "gemma3n")  # families whose tied head is not a separate weight in vLLM
 DIGEST_LENGTH = 16  # ours: short enough for a message
 
 
@@ -29,7 +29,7 @@ class Architecture(NamedTuple):
 
     identity: equal for models that can exchange weights.
     tied: names of the input embedding and the head if they share a tensor.
-    in_files: converts a weight of the loaded model to its form in files, such as a tensor for each expert.
+    in_files: converts a loaded model's weight to what files store, such as a tensor for each expert.
     """
 
     identity: str
@@ -66,7 +66,7 @@ def architecture_of(path: str) -> Architecture:
 
 
 def _require_tied(path: str, tied: tuple[str, str]) -> None:
-    """Raise UnusableModel if the files hold a head unlike the tied embedding: vLLM would ignore that head."""
+    """Raise UnusableModel if a tied head differs from the embedding in the files: vLLM ignores the head."""
     files = weight_files(path)
     if all(name in files for name in tied) and not torch.equal(*(tensor(files[name], name) for name in tied)):
         text = f"its config ties {tied[1]} to {tied[0]}, which differ in its files"
@@ -74,9 +74,9 @@ def _require_tied(path: str, tied: tuple[str, str]) -> None:
 
 
 class Checked:
-    """A stream of weights as files store them. It ends at the first mistake, which it keeps in `error`.
+    """A stream of weights in the form that files have. It ends at the first error, which it keeps in `error`.
 
-    An exception would leave vLLM with half-loaded layers. vLLM would silently skip weights in any other form.
+    Raising the error would leave vLLM with half-loaded layers. vLLM silently skips weights in other forms.
     """
 
     def __init__(self, architecture: Architecture, weights: Iterable[tuple[str, Tensor]]):
@@ -106,7 +106,7 @@ def checked(
     shapes: Mapping[str, torch.Size],
     tied: tuple[str, str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights, and a tied head once, after the embedding; ValueError if any is wrong or missing."""
+    """Yield the weights. A tied head follows the embedding. Raise ValueError if any is wrong or missing."""
     missing = set(shapes)
     for name, value in weights:
         if shapes.get(name) != value.shape:
@@ -117,7 +117,7 @@ def checked(
             yield name, value
             if tied and name == tied[0] and tied[1] in missing:
                 missing.discard(tied[1])
-                yield tied[1], value  # without this vLLM keeps the old head
+                yield tied[1], value  # without this, vLLM would keep the old head
         del value  # frees it before the next one is made
     if missing:
         raise ValueError(f"load_weights: the stream lacks {len(missing)} weights, first {min(missing)!r}")
@@ -134,7 +134,7 @@ def stored(path: str, architecture: Architecture) -> Iterator[tuple[str, Tensor]
 
 
 def weight_files(path: str) -> dict[str, str]:
-    """Map each weight of a folder or hub id to its local safetensors file; empty if there are none."""
+    """Map each weight of a folder or hub id to its local safetensors file. Without files, return {}."""
     single = file_at(path, SAFE_WEIGHTS_NAME)
     if single is not None:
         with safe_open(single, framework="pt") as file:
@@ -146,7 +146,7 @@ def weight_files(path: str) -> dict[str, str]:
 
 
 def file_at(path: str, name: str) -> str | None:
-    """Return the local path of the file `name` of a folder or hub id, or None."""
+    """Return the local path of the file `name` in a folder or hub id, or None if there is no such file."""
     return cached_file(path, name, _raise_exceptions_for_missing_entries=False)
 
 
@@ -156,7 +156,7 @@ def tensor(file: str, name: str) -> Tensor:
 
 
 def identity(path: str) -> str:
-    """Return a string that changes with the weight files' names, sizes and times; for a hub id, the id."""
+    """Return a string that changes with the weight files' names, sizes or times. Return a hub id as it is."""
     folder = Path(path)
     if not folder.is_dir():
         return path
@@ -165,7 +165,7 @@ def identity(path: str) -> str:
 
 
 def weights_digest(path: str) -> str:
-    """Return a digest of the weights and the config in a folder or hub id; it reads every byte."""
+    """Return a digest of the weights and the config in a folder or hub id. This reads every byte."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         folder = Path(str(file_at(path, CONFIG_NAME))).parent

@@ -1,4 +1,4 @@
-"""Publishing the student's weights, and sending weights to another process (`settings.WeightTransport`).
+"""Publish the student's weights, and send weights to another process (`settings.WeightTransport`).
 
 files   safetensors files that the engine reads under the same path
 inline  safetensors inside the requests, for servers that share no folder with the trainer
@@ -22,14 +22,14 @@ from smopd.engine.protocols import RolloutEngine
 from smopd.engine.settings import WeightTransport
 from smopd.engine.student.student import Student
 
-PART_BYTES = 256 << 20  # ours: a part ends after the decoder layer with which it reaches this size
+PART_BYTES = 256 << 20  # ours: a part ends after the decoder layer that brings it to this size
 SHARED_MEMORY = Path("/dev/shm")
 
 
 def publish_weights(student: Student, rollouts: RolloutEngine, version: int) -> None:
-    """Load the student's weights into the rollout engine as a new policy `version`; collective."""
+    """Load the student's weights into the rollout engine as policy `version`. This is a collective call."""
     served = rollouts.policy_version
-    if version < served or version == served > 0:  # an engine starts with version 0
+    if version < served or version == served > 0:  # an engine starts at version 0, which may be published
         raise ValueError(f"publish_weights: version {version}, expected one above {served}")
     rollouts.load_weights(student.weights(), version)
 
@@ -52,7 +52,7 @@ def send(
     transport: WeightTransport,
     folder: str | Path | None = None,
 ) -> None:
-    """Send full tensors in parts: by files in `folder` (None: this host's shared memory), or inline."""
+    """Send full tensors in parts, inline or by files in `folder` (by default this host's shared memory)."""
     if folder is None and SHARED_MEMORY.is_dir():
         folder = SHARED_MEMORY
     receiver.start_weight_update()
@@ -77,7 +77,7 @@ def send(
 
 
 def parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Group consecutive tensors into parts of at least PART_BYTES; a decoder layer is never split."""
+    """Group consecutive tensors into parts of at least PART_BYTES. A decoder layer is never split."""
     part: dict[str, Tensor] = {}
     size = 0
     for _, layer in groupby(weights, key=lambda item: _layer_of(item[0])):
@@ -92,11 +92,11 @@ def parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
 
 
 def on_cpu(value: Tensor) -> Tensor:
-    """Return a CPU copy in contiguous memory of its own, which safetensors needs for a tied head."""
+    """Return a contiguous CPU copy in memory of its own, which safetensors requires for a tied head."""
     return torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
 
 
 def _layer_of(name: str) -> str:
-    """Return `name` up to its first number: "model.layers.3"."""
+    """Return `name` up to its first number, such as "model.layers.3"."""
     found = re.match(r".*?\.\d+(?=\.|$)", name)
     return found[0] if found else name

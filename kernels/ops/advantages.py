@@ -1,4 +1,4 @@
-"""Group advantages over several rewards: GRPO, GDPO and GD2PO. Shapes: R responses, K rewards."""
+"""Group advantages from several rewards: GRPO, GDPO and GD2PO. Shapes: R responses, K rewards."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from smopd.kernels.types import AdvantageOptions
 def grpo_advantages(
     rewards_RK: Tensor, group_R: Tensor, *, weights_K: Tensor | None = None, norm_eps: float = 1e-6
 ) -> Tensor:
-    """Normalise the weighted sum S of the rewards in each group: (S - mean) / (sigma + norm_eps) (GRPO).
+    """Normalise each response's weighted reward sum S in its group: (S - mean) / (sigma + norm_eps) (GRPO).
 
-    Sigma is unbiased. The advantage is exactly 0 in a group of one and in a group whose sums are equal up to
-    rounding. A response with a NaN reward of nonzero weight gets 0 and does not count in its group.
+    Sigma is the unbiased standard deviation. The advantage is exactly 0 in a group of one and in a group
+    whose sums are equal up to rounding. A response with a NaN reward of nonzero weight has advantage 0 and is
+    left out of its group's mean and sigma.
 
     Args:
-        rewards_RK: (R, K); NaN marks a reward that could not be scored.
-        group_R: (R,) int64, one number per prompt, in any order. A group's responses must be on one rank.
-        weights_K: (K,) or None: all 1.
+        rewards_RK: (R, K). NaN marks a reward that could not be scored.
+        group_R: (R,) int64, the id of each response's group, in any order. A group must be on one rank.
+        weights_K: (K,), or None for weights of 1.
     Returns:
         adv_R: (R,).
     """
@@ -42,27 +43,27 @@ def gdpo_advantages(
     norm_eps: float = 1e-6,
     process_group: Any = None,
 ) -> Tensor:
-    """Normalise each reward in its group (Eq. 1), sum by weight (Eq. 2) and whiten (Eq. 3) (GDPO).
+    """Normalise each reward in its group (Eq. 1), sum by weight (Eq. 2) and whiten the sums (Eq. 3) (GDPO).
 
         A_RK = (r - mean_group) / (sigma_group + norm_eps)
         A_R  = sum_k w_k A_k
-        "responses": (A - mean) / (sigma + norm_eps) over responses (the paper)
-        "tokens":    (A - mean) / sqrt(var + 1e-8) over tokens: a response counts lengths_R times
-        None:        A
+        whiten="responses": (A - mean) / (sigma + norm_eps) over responses (the paper)
+        whiten="tokens":    (A - mean) / sqrt(var + 1e-8) over tokens (each response counts lengths_R times)
+        whiten=None:        A
 
-    Sigmas are unbiased. A_k is exactly 0 if the reward is NaN, if no other reward of the group can be scored,
-    and if the rewards of the group are equal up to rounding. Whitening leaves out responses that no reward
-    of nonzero weight scored; their A_R is 0.
+    Each sigma and var is unbiased. A_k is exactly 0 if the reward is NaN, if it is NaN for all other
+    responses of the group, or if the group's rewards are equal up to rounding. A response whose rewards of
+    nonzero weight are all NaN is left out of the whitening and has A_R = 0.
 
     Args:
         rewards_RK, group_R: as in grpo_advantages.
-        weights_K: (K,) or None: all 1. After whitening only their ratios matter.
-        lengths_R: (R,) response lengths in tokens; required by "tokens". A response of length 0 gets 0.
+        weights_K: (K,), or None for weights of 1. After whitening, only their ratios matter.
+        lengths_R: (R,) response lengths in tokens. Required by "tokens", where length 0 gives advantage 0.
         whiten: "responses", "tokens" or None.
-        process_group: whiten over its ranks with one all-reduce of (n, mean, M2). Every rank must call
-            this function, even without responses.
+        process_group: whiten over the ranks of this group with one all-reduce of (n, mean, M2). Every rank
+            must call this function, even if it has no responses.
     Returns:
-        adv_R: (R,); zeros if there are fewer than two samples to whiten.
+        adv_R: (R,), all 0 if there are fewer than two samples to whiten.
     """
     options = AdvantageOptions("gdpo", weights_K, lengths_R, whiten, norm_eps=norm_eps)
     return _advantages("gdpo_advantages", rewards_RK, group_R, options, process_group)[0]
@@ -79,18 +80,19 @@ def gd2po_advantages(
     norm_eps: float = 1e-6,
     process_group: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute GDPO advantages, dropping responses whose rewards disagree (GD2PO).
+    """Compute GDPO advantages, but drop each response whose rewards disagree (GD2PO).
 
     As in the official code, each reward is normalised in its group to A_k. A response conflicts if some
-    w_k A_k with |A_k| > 1e-8 are positive and others negative; with snr_threshold, the ratio
-    |sum_k w_k A_k| / (sum_k |w_k A_k| + norm_eps) must also be below the threshold. A conflicting response
-    gets 0; any other gets sum_k w_k A_k times the kept share of its group. Only kept responses are whitened.
+    w_k A_k with |A_k| > 1e-8 is positive and another one is negative. With snr_threshold, the ratio
+    |sum_k w_k A_k| / (sum_k |w_k A_k| + norm_eps) must also be below the threshold. The advantage of a
+    conflicting response is 0. That of any other response is sum_k w_k A_k times the share of its group that
+    is kept. Only kept responses are whitened.
 
     Args:
         rewards_RK, group_R, weights_K, lengths_R, whiten, process_group: see gdpo_advantages.
         snr_threshold: above 0, or None for GD2PO-Hard.
     Returns:
-        adv_R: (R,); 0 for dropped responses; all zeros if fewer than two samples are kept.
+        adv_R: (R,), 0 for dropped responses. All are 0 if whitening has fewer than two samples.
         kept_R: (R,) bool.
     """
     options = AdvantageOptions("gd2po", weights_K, lengths_R, whiten, snr_threshold, norm_eps)
@@ -113,7 +115,7 @@ def _advantages(
     " float? snr_threshold, float norm_eps) -> (Tensor adv, Tensor kept)",
 )
 def _operator(rewards: Tensor, group: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    """Return adv and kept; options are the fields of AdvantageOptions. kept is empty except for GD2PO."""
+    """Return adv and kept, which is empty except for GD2PO. `options` are the fields of AdvantageOptions."""
     serve = dispatch.serving("advantages", rewards)
     adv, kept = serve(rewards, group, AdvantageOptions(*options), None)
     return adv, rewards.new_empty(0, dtype=torch.bool) if kept is None else kept

@@ -1,8 +1,8 @@
-"""Attention on a CPU without a mask: each piece attends to itself and to the prompt it shares with others.
+"""CPU attention without a mask tensor: each piece attends to itself and to a prompt that pieces may share.
 
-The two results are combined by their log-sum-exp. Everything is in fp32: bf16 products are slow on many CPUs.
-On one AVX2 thread, a prompt of 295 tokens with 8 responses of 80 (9 heads of 64) took 55 ms, and 136 ms under
-a mask.
+The two results are combined by means of their log-sum-exps. All products are in fp32, because bf16 is slow on
+many CPUs. On one AVX2 thread, a prompt of 295 tokens with 8 responses of 80 (9 heads of dimension 64) took 55
+ms. With a mask it took 136 ms.
 
 Shapes: T positions of a packed batch, H heads, K key-value heads, G = H / K, d head dimension.
 """
@@ -24,12 +24,12 @@ Piece = tuple[int, int, int, int]
 def by_halves(
     query_THd: Tensor, key_TKd: Tensor, value_TKd: Tensor, pieces: Sequence[Piece], scale: float | None
 ) -> Tensor:
-    """Compute causal attention within each piece and full attention to its prompt; differentiable.
+    """Compute differentiable causal attention within each piece, and full attention to its prompt.
 
     Args:
-        query_THd, key_TKd, value_TKd: fp32 or bf16 on the CPU; K divides H.
-        pieces: in order, covering every row; the pieces of one prompt are adjacent.
-        scale: of the scores; None: d ** -0.5.
+        query_THd, key_TKd, value_TKd: fp32 or bf16 on the CPU. H is a multiple of K.
+        pieces: in the order of the rows, all of which they cover. The pieces of one prompt are adjacent.
+        scale: factor of the scores. None stands for d ** -0.5.
     Returns:
         (T, H, d) in the queries' dtype.
     """
@@ -93,13 +93,13 @@ class _Halves(torch.autograd.Function):
 
 
 def _wide(x_TNd: Tensor, kv_heads: int, group: int) -> Tensor:
-    """Return (K, G, T, d) in fp32 from (T, H, d), or from (T, K, d) with each head repeated G times."""
+    """Return (K, G, T, d) in fp32 from x_TNd. N is H, or it is K: then each head is repeated G times."""
     x_TKGd = x_TNd.float().unflatten(1, (kv_heads, -1)).expand(-1, -1, group, -1)
     return x_TKGd.permute(1, 2, 0, 3)
 
 
 def _halves(pieces: Sequence[Piece]) -> Iterator[tuple[slice, slice, bool]]:
-    """Yield (rows, keys, causal): each piece of a prompt with itself, then all of them with the prompt."""
+    """Yield (rows, keys, causal). Per prompt: each piece with itself, then all pieces with the prompt."""
     for (begin, end), members in groupby(pieces, key=lambda piece: piece[2:]):
         unit = list(members)
         for first, last, *_ in unit:

@@ -1,4 +1,4 @@
-"""The teachers' mixture as a sparse target, and the student's forward KL to a sparse target, by loss_rows."""
+"""The teachers' mixture as a sparse target, and the forward KL to a sparse target, which uses loss_rows."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ OP = "topk_forward_kl"
 def teacher_mixture(
     ids_NMS: Tensor, logps_NMS: Tensor, log_alpha: Tensor, kappa: int, *, merge: bool = False
 ) -> Mixture:
-    """Keep the kappa largest log alpha + log p of all teachers' candidates (Eq. 6).
+    """Keep the kappa candidates of all teachers with the largest log alpha + log p (Eq. 6).
 
-    merge=True first joins equal ids by logsumexp, which gives the exact mixture (Eq. 5) of the candidates.
-    merge=False keeps repeats, as the paper does. Neither result is renormalised. Ties go to the lower id if
-    merged, else to the lower teacher and then to its earlier entry. Not differentiable.
+    merge=True first merges equal ids by logsumexp, which gives the exact mixture of the candidates (Eq. 5).
+    merge=False keeps repeats, as the paper does. Neither result is renormalised or differentiable. With
+    merge, ties go to the lower id. Without it, they go to the lower teacher, then to its earlier entry.
 
     Args:
-        ids_NMS: (N, M, S) int32 or int64; any value in an empty slot.
-        logps_NMS: (N, M, S), nats; -inf marks an empty slot.
-        log_alpha: (M,), (N, M) or broadcastable, nats; -inf switches a teacher off.
-        kappa: entries of the result, at least 0.
+        ids_NMS: (N, M, S) int32 or int64. An empty slot may have any id.
+        logps_NMS: (N, M, S) in nats. -inf marks an empty slot.
+        log_alpha: (M,), (N, M) or broadcastable, in nats. -inf turns a teacher off.
+        kappa: number of entries per token in the result, at least 0.
     Returns:
-        Mixture: ids (N, kappa) int32, logps (N, kappa) descending, mass (N,). Empty slots hold 0, -inf.
+        Mixture: int32 ids (N, kappa), descending logps (N, kappa), mass (N,). Empty slots are 0 and -inf.
     """
     op = "teacher_mixture"
     checks.check_teachers(op, ids_NMS, logps_NMS, log_alpha)
@@ -69,30 +69,30 @@ def topk_forward_kl(
     tail: bool = False,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Compute each token's log-probability and its forward KL to a sparse target, in one pass.
+    """For each token, compute the log-probability and the forward KL to a sparse target, in one pass.
 
-    Equals
+    The result equals
 
         logq_NV = (logits_NV.float() / temperature).log_softmax(-1)
         logp_N  = logq_NV.gather(-1, token_ids_N[:, None])[:, 0]
         kl_N    = (target_logps_NS.exp() * (target_logps_NS - logq_NV.gather(-1, target_ids_NS))).sum(-1)
 
-    kl_N is the summand of Eq. 7. The target is used as given: not renormalised, not clamped, with its
-    repeats, so kl_N can be negative. kl_N is infinite if the student's logp of a target id is -inf.
+    kl_N is the summand of Eq. 7. The target is not renormalised or clamped, and repeats are kept, so kl_N can
+    be negative. If the student's logp of a target id is -inf, kl_N is infinite. The gradient is
 
         dlogits_v = (1/T) [dkl (Q p_v - sum_{s: v_s = v} q_s) + dlogp ([v = y] - p_v)],  Q = sum_s q_s
 
-    tail=True merges repeats and adds a bucket for the tokens outside the support. In it, the target's mass is
-    q_r = 1 - Q (0 below 2^-20), and the student's mass is p_r. kl_N is then a true KL with gradient p_v - q_v
-    on the support and p_v (1 - q_r / p_r) outside.
+    tail=True merges repeats and adds a bucket for the tokens outside the support. The target's mass in this
+    bucket is q_r = 1 - Q, or 0 if that is below 2^-20. The student's mass in it is p_r. kl_N is then a true
+    KL, with gradient p_v - q_v on the support and p_v (1 - q_r / p_r) outside.
 
     Args:
         logits_NV: (N, V), unit stride along V.
         token_ids_N: (N,) int32 or int64 in [0, V).
-        target_ids_NS: (N, S) int32 or int64 in [0, V); any value in an empty slot.
-        target_logps_NS: (N, S), nats, log alpha included; -inf marks an empty slot.
+        target_ids_NS: (N, S) int32 or int64 in [0, V). An empty slot may have any id.
+        target_logps_NS: (N, S) in nats, including log alpha. -inf marks an empty slot.
     Returns:
-        logp_N, kl_N: (N,), nats; differentiable (once) in logits_NV only.
+        logp_N, kl_N: (N,) in nats, differentiable (once) in logits_NV only.
     """
     like = ("logits_NV", logits_NV)
     checks.check_logits(OP, logits_NV)
@@ -104,7 +104,7 @@ def topk_forward_kl(
 
 
 def _objective(inputs: Sequence[Any], dlogp: Tensor, dkl: Tensor) -> tuple[LossTokens, LossSettings]:
-    """Return a loss with the gradient of sum(dlogp logp + dkl kl). With adv -1 the surrogate's slope is 1."""
+    """Return a loss with the gradient of sum(dlogp logp + dkl kl). adv = -1 gives the surrogate slope 1."""
     token_ids, ids, logps, tail, temperature = inputs
     tokens = LossTokens(
         token_ids_N=token_ids,

@@ -1,6 +1,6 @@
-"""Registration of the operators torch.ops.smopd.*: each is one node for torch.compile and torch.export.
+"""Registers the operators torch.ops.smopd.*. For torch.compile and torch.export, each is one node.
 
-A call takes at most two thirds of the host time of a call through torch.library.custom_op.
+A call needs at most two thirds of the host time of a call through torch.library.custom_op.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 from smopd.kernels.types import compute_dtype
 
 NAMESPACE = "smopd"
-_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # garbage collection would unregister the operators
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # keeps the operators registered
 
 
 class Operator:
-    """The operator smopd::name. n_leaves: the number of leading arguments that may get a gradient."""
+    """The operator smopd::name. Only its first n_leaves arguments may have a gradient."""
 
     def __init__(self, name: str, schema: str, implementation: Callable[..., Any], n_leaves: int):
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -64,5 +64,5 @@ def operator(name: str, schema: str, n_leaves: int = 0) -> Callable[[Callable[..
 
 
 def empty_column(like: Tensor, *shape: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """Return an uninitialized tensor on like's device, by default in like's compute dtype."""
+    """Return an uninitialized tensor on the device of `like`, by default in its compute dtype."""
     return like.new_empty(shape, dtype=dtype or compute_dtype(like.dtype))

@@ -1,12 +1,12 @@
 """The loss of packed tokens, from their logits or from the hidden states and weight of a linear head.
 
-Forward also computes the gradients; backward only scales them. With a head, logits exist for one chunk of
-tokens at a time:
+The forward pass also computes the gradients, and the backward pass only scales them. With a head, only one
+chunk of tokens has logits at a time:
 
 logits   = hidden @ weight.T + bias     in the inputs' dtype
 dlogits  = loss_rows(logits)            in the memory of the logits
 dhidden  = dlogits @ weight             of the chunk's tokens
-dweight += dlogits.T @ hidden           in fp32 (fp64 for fp64); if there is one chunk, in the weight's dtype
+dweight += dlogits.T @ hidden           in fp32 (fp64 for fp64), or the weight's dtype for a single chunk
 dbias   += dlogits.sum(0)
 """
 
@@ -39,29 +39,30 @@ def smopd_loss(
              + opd_coef (sum_n kl_weight_n kl_n + sum_n reverse_weight_n reverse_n)
              - entropy_coef sum_n ent_weight_n entropy_n
 
-    with ratio = exp(clamp(logp - old_logp, -20, 20)) at settings.temperature (1 without old_logp),
+    Here ratio = exp(clamp(logp - old_logp, -20, 20)) at settings.temperature, or 1 without old_logp, and
 
-        surrogate = max(-adv ratio, -adv clip(ratio, 1 - clip_low, 1 + clip_high));
-                    if adv < 0, dual_clip c limits it to -c adv,
+        surrogate = max(-adv ratio, -adv clip(ratio, 1 - clip_low, 1 + clip_high)),
+                    limited to -c adv by dual_clip c if adv < 0,
         kl        = kl_N of topk_forward_kl at settings.kl_temperature,
-        reverse   = -clip(ratio) reverse_adv (Eq. 17), or with "ppo" the form of the surrogate,
+        reverse   = -clip(ratio) reverse_adv (Eq. 17), or like the surrogate with "ppo",
         entropy   = the row's entropy at settings.temperature.
 
-    Terms are summed, not averaged: weights include the denominators. LossStats.clipped_N reports every clip.
-    A NaN in the target of a token makes its KL, both masses and its gradient NaN.
+    The terms are summed, not averaged, because the weights include the denominators. LossStats.clipped_N
+    reports every clip. A NaN in a token's target makes the token's KL and both masses NaN. If the coefficient
+    of the KL is not 0, the gradient is NaN, too.
 
-    fp16 logits: forward rounds the gradient to fp16 for an upstream gradient of 1, so entries below 2^-14
-    lose bits and entries below 2^-25 become 0. Scaling the loss comes too late. Instead, multiply the weights
-    by a power of two and divide the loss by it, as in (loss / 8192).backward().
+    With fp16 logits, the forward pass rounds the gradient to fp16 before backward scales it. Entries below
+    2^-14 lose bits, and entries below 2^-25 become 0. To avoid this, multiply the weights by a power of two
+    and divide the loss by it, as in (loss / 8192).backward().
 
     Args:
         logits_NV: (N, V), unit stride along V.
-        tokens: with the N and the device of the logits.
-        inplace: write the gradient into the memory of the logits, which must be the whole output of an
-            operation. Any later use of the logits raises, and so does a second backward. If the
-            logits require no gradient, nothing is written.
+        tokens: N tokens on the device of the logits.
+        inplace: overwrite the logits with the gradient. They must be the whole output of an operation.
+            Backward raises if another differentiable operation uses them afterwards, and it raises if called
+            twice. Logits that require no gradient are not overwritten.
     Returns:
-        loss: 0-dim, differentiable (once) in logits_NV; and detached LossStats.
+        The 0-dim loss, differentiable (once) in logits_NV, and the detached LossStats.
     """
     checks.check_logits(OP, logits_NV)
     checks.check_loss_tokens(OP, tokens, settings, ("logits_NV", logits_NV))
@@ -104,13 +105,13 @@ def objective_of(flat: Sequence[Any]) -> tuple[LossTokens, LossSettings]:
 
 
 def packed_stats(stats: LossStats) -> tuple[Tensor, Tensor, Tensor]:
-    """Return STATS_SCHEMA's tensors, (C, N), (N,) and (4,); an operator's outputs may not share memory."""
+    """Return STATS_SCHEMA's tensors: (C, N), (N,) and (4,). An operator's outputs may not share memory."""
     columns, sums = (_stacked([getattr(stats, name) for name in names]) for names in (_COLUMNS, _SUMS))
     return columns, stats.clipped_N, sums
 
 
 def _stacked(parts: list[Tensor]) -> Tensor:
-    """Return torch.stack(parts), as a view if they are adjacent in memory."""
+    """Return torch.stack(parts), as a view if the parts are adjacent in memory."""
     first, size = parts[0], parts[0].numel()
     for number, part in enumerate(parts):
         same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
@@ -131,7 +132,7 @@ def fake_loss(like: Tensor, n_rows: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 
 def serving_rows(tensor: Tensor, tokens: LossTokens, settings: LossSettings, **facts: int) -> Callable:
-    """Return the loss_rows that serves this call. facts: n_vocab, if the tensor is not the logits."""
+    """Return the loss_rows for this call. `facts` must include n_vocab if `tensor` is not the logits."""
     target = loss_target(tokens, settings)
     if target is not None:
         facts |= {"n_support": target.n_entries, "n_pooled": target.n_pooled}
@@ -152,7 +153,7 @@ def _loss_of_rows(
     n_leaves=1,
 )
 def _loss(logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """Return the loss, its gradient ((0, V) without need_grad) and the statistics."""
+    """Return the loss, its gradient (of shape (0, V) without need_grad) and the statistics."""
     *objective, need_grad = rest
     tokens, settings = objective_of(objective)
     grad = torch.empty_like(logits) if need_grad else logits.new_empty((0, logits.shape[1]))
@@ -168,7 +169,7 @@ def _(logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 def register_computed_gradients(op: Operator) -> None:
-    """Register a backward that scales the leaves' gradients, which the forward returned after the loss.
+    """Register a backward that scales the gradients of the leaves. The forward returns them after the loss.
 
     The operator's last n_leaves arguments say which leaves need a gradient.
     """
@@ -194,8 +195,8 @@ register_computed_gradients(_loss)
 
 
 def _scaled(grad: Tensor, dloss: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return grad * dloss, rounded once to dtype; in place unless the graph is retained."""
-    traced = type(dloss) is not Tensor  # by torch.compile or torch.export: no value to read
+    """Return grad * dloss, rounded once to `dtype`. Unless the graph is retained, `grad` may change."""
+    traced = type(dloss) is not Tensor  # torch.compile and torch.export have no value to read
     if not traced and grad.dtype != dtype and grad.device.type != "cpu":
         rounded = torch.empty_like(grad, dtype=dtype)
         dispatch.serving("scale_", grad)(grad, dloss, rounded)
@@ -207,9 +208,9 @@ def _scaled(grad: Tensor, dloss: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _LossInPlace(torch.autograd.Function):
-    """Overwrites the logits with the gradient and marks their owner dirty, so that later uses raise.
+    """Overwrites the logits with the gradient. Marks their owner dirty, so that autograd detects later uses.
 
-    owner: the base tensor of the logits; autograd cannot mark a view dirty if there are other outputs.
+    owner: the base tensor of the logits. Autograd cannot mark a view dirty if there are other outputs.
     layout: size, stride and offset of the logits in the owner.
     """
 
@@ -264,22 +265,22 @@ def linear_smopd_loss(
     bias_V: Tensor | None = None,
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor, LossStats]:
-    """Compute smopd_loss of the logits hidden @ weight.T + bias without materializing all (N, V) of them.
+    """Compute smopd_loss for the logits hidden @ weight.T + bias without storing all (N, V) of them at once.
 
-    Logits have the inputs' dtype and are computed a chunk of tokens at a time. Forward also computes the
-    gradients that are needed; backward scales them by the upstream gradient, in place unless the graph is
+    The logits have the inputs' dtype and are computed chunk by chunk. The forward pass also computes the
+    needed gradients. The backward pass scales them by the upstream gradient, in place unless the graph is
     retained. Gradients of weight and bias are summed in fp32 (fp64 for fp64). Autocast has no effect. The
     note on fp16 in smopd_loss applies. On a CPU, tokens whose weights are all 0 are skipped.
 
     Args:
         hidden_ND: (N, D).
-        weight_VD: (V, D), hidden's dtype.
+        weight_VD: (V, D) in the dtype of hidden_ND.
         tokens, settings: see smopd_loss.
         bias_V: (V,) or None.
-        chunk_bytes: limit of the logits held at a time, at least one row. None: 160 MiB on a CPU, else
-            1.25 GiB.
+        chunk_bytes: upper limit for the logits of a chunk, which has at least one row. None stands for
+            160 MiB on a CPU and 1.25 GiB elsewhere.
     Returns:
-        loss: 0-dim, differentiable (once) in hidden_ND, weight_VD and bias_V; and detached LossStats.
+        The 0-dim loss, differentiable (once) in hidden_ND, weight_VD and bias_V, and the detached LossStats.
     """
     checks.check_linear(LINEAR, hidden_ND, weight_VD, bias_V, chunk_bytes)
     checks.check_loss_tokens(LINEAR, tokens, settings, ("hidden_ND", hidden_ND))
@@ -299,11 +300,11 @@ def _in_chunks(
     need: Sequence[bool],
     dweight_dtype: torch.dtype,
 ) -> tuple[TokenTerms, Tensor, Tensor, Tensor]:
-    """Compute all tokens' terms and the gradients of hidden, weight and bias, of shape (0,) if not needed."""
+    """Compute all terms, and the gradients of hidden, weight and bias (of shape (0,) if not needed)."""
     n_vocab, wide = weight_VD.shape[0], compute_dtype(hidden_ND.dtype)
     loss_rows = serving_rows(hidden_ND, tokens, settings, n_vocab=n_vocab)
     zero_grad_N = idle(coefficients(tokens, settings, wide))
-    any_zero_grad = hidden_ND.device.type != "cpu" or bool(zero_grad_N.any())  # this would synchronize a GPU
+    any_zero_grad = hidden_ND.device.type != "cpu" or bool(zero_grad_N.any())  # any() would synchronize a GPU
     dhidden_ND = hidden_ND.new_empty(hidden_ND.shape if need[0] else 0)
     dweight_VD = weight_VD.new_empty(weight_VD.shape if need[1] else 0, dtype=dweight_dtype)
     dbias_V = weight_VD.new_zeros(n_vocab if need[2] else 0, dtype=wide)
@@ -323,7 +324,7 @@ def _in_chunks(
 
 
 def _dweight_dtype(hidden: Tensor, weight: Tensor, chunk_bytes: int | None) -> torch.dtype:
-    """Return the dtype of the weight's gradient before backward: the compute dtype if chunks are summed."""
+    """Return the weight gradient's dtype before backward. For several chunks, it is the compute dtype."""
     one_chunk = hidden.shape[0] <= rows_per_chunk(hidden, weight.shape[0], chunk_bytes)
     return weight.dtype if one_chunk else compute_dtype(weight.dtype)
 
@@ -336,13 +337,13 @@ def _dweight_dtype(hidden: Tensor, weight: Tensor, chunk_bytes: int | None) -> t
     n_leaves=3,
 )
 def _linear_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-    """Return the loss, the gradients ((0,) if not needed) and the statistics."""
+    """Return the loss, the gradients (of shape (0,) if not needed) and the statistics."""
     tokens, settings = objective_of(rest[:N_OBJECTIVE])
     chunk_bytes, *need = rest[N_OBJECTIVE:]
     checks.require_loss_ids(LINEAR, tokens, settings, weight.shape[0])
     dweight_dtype = _dweight_dtype(hidden, weight, chunk_bytes)
     counted_N = counted(tokens)
-    some = hidden.device.type == "cpu" and not bool(counted_N.all())  # this would synchronize a GPU
+    some = hidden.device.type == "cpu" and not bool(counted_N.all())  # all() would synchronize a GPU
     rows: Any = counted_N.nonzero()[:, 0] if some else slice(None)
     with torch.autocast(hidden.device.type, enabled=False):
         terms, dhidden, dweight, dbias = _in_chunks(

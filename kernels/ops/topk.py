@@ -1,10 +1,10 @@
-"""The kappa most likely tokens of each row of logits, or of a linear head without holding all logits.
+"""The kappa most likely tokens, from rows of logits or from a linear head without storing all its logits.
 
-For a head, the C++ backend multiplies many hidden states by one slice of the weight at a time, so that their
-logits stay in the cache. Other backends use chunks of whole rows, and so do rows with NaN or too few logits
-above -inf.
+For a head, the C++ backend multiplies many hidden states by one slice of the weight at a time, so that the
+logits stay in the cache. Other backends compute chunks of whole rows. The C++ backend does the same for a row
+with a NaN or too few logits above -inf.
 
-Shapes: N packed response tokens, D hidden, V vocabulary, P a piece of it, S support entries (kappa).
+Shapes: N packed response tokens, D hidden size, V vocabulary, P a piece of it, S support entries (kappa).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from smopd.kernels.ops.library import empty_column, operator
 from smopd.kernels.types import TopK
 
 OP, LINEAR = "topk_logprobs", "linear_topk_logprobs"
-PIECE_BYTES = 8 << 20  # of logits at a time: they stay in the cache of a CPU
+PIECE_BYTES = 8 << 20  # limit for the logits of a piece, so that they stay in the CPU's cache
 PIECE_ROWS = 1024  # rows that share one read of the weight
 Head = tuple[Tensor, Tensor, Tensor | None]  # hidden, weight, bias
 
@@ -30,13 +30,13 @@ def topk_logprobs(
 ) -> TopK:
     """Return the kappa most likely tokens of each row and their log-probabilities over the whole vocabulary.
 
-    Equals
+    The result equals
 
         logq_NV = (logits_NV.float() / temperature).log_softmax(-1)
         logps_NS, ids_NS = logq_NV.topk(kappa)      # ties always go to the lower id
         token_logp_N = logq_NV.gather(-1, token_ids_N[:, None])[:, 0]
 
-    Not differentiable.
+    The result is not differentiable.
 
     Args:
         logits_NV: (N, V), unit stride along V.
@@ -63,7 +63,7 @@ def topk_logprobs(
 def _topk(
     logits: Tensor, kappa: int, token_ids: Tensor | None, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ids, logps and token_logp, which has shape (0,) without token_ids."""
+    """Return ids, logps and token_logp. Without token_ids, token_logp has shape (0,)."""
     checks.require_token_ids(OP, token_ids, logits.shape[1])
     serve = dispatch.serving("topk_logprobs", logits, kappa=kappa)
     top = serve(logits, kappa, token_ids_N=token_ids, temperature=temperature)
@@ -72,7 +72,7 @@ def _topk(
 
 @_topk.register_fake
 def fake_topk(rows: Tensor, kappa: int, token_ids: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
-    """Return empty results for the rows of logits or hidden states."""
+    """Return uninitialized results for rows of logits or hidden states."""
     n_rows = rows.shape[0]
     ids = empty_column(rows, n_rows, kappa, dtype=torch.int32)
     return ids, empty_column(rows, n_rows, kappa), empty_column(rows, 0 if token_ids is None else n_rows)
@@ -88,17 +88,17 @@ def linear_topk_logprobs(
     temperature: float = 1.0,
     chunk_bytes: int | None = None,
 ) -> TopK:
-    """Return topk_logprobs of the logits hidden @ weight.T + bias without materializing all (N, V) of them.
+    """Return topk_logprobs of the logits hidden @ weight.T + bias without storing all (N, V) of them at once.
 
-    Logits have the inputs' dtype. kappa=0 returns only the tokens' log-probabilities. Not differentiable.
+    The logits have the inputs' dtype. kappa=0 returns only token_logp. The result is not differentiable.
 
     Args:
         hidden_ND: (N, D).
-        weight_VD: (V, D), hidden's dtype.
+        weight_VD: (V, D) in the dtype of hidden_ND.
         kappa, token_ids_N, temperature: see topk_logprobs.
         bias_V: (V,) or None.
-        chunk_bytes: limit of the logits held at a time, at least one row. None: 8 MiB for C++, 160 MiB for
-            the reference on a CPU, 1.25 GiB elsewhere.
+        chunk_bytes: upper limit for the logits stored at a time, at least one row. C++ stores at most 8 MiB.
+            None stands for 160 MiB with the reference on a CPU, 1.25 GiB elsewhere.
     """
     checks.check_linear(LINEAR, hidden_ND, weight_VD, bias_V, chunk_bytes)
     checks.check_kappa(LINEAR, kappa, weight_VD.shape[0])

@@ -1,6 +1,6 @@
 """Group advantages in plain PyTorch: GRPO, GDPO (Eq. 1 to 3) and GD2PO. CPUs use this backend, too.
 
-They are always computed in fp64, as the tensors are small, and returned in fp32 (fp64 for fp64 rewards).
+As the tensors are small, all computations are in fp64. The results are fp32 (fp64 for fp64 rewards).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from smopd.kernels.types import CONFLICT_FLOOR, EQUAL_ULPS, TOKEN_VAR_EPS, Advan
 
 @dataclass(frozen=True)
 class _Groups:
-    """Groups of responses. index_R: index of each response's group; size_R: size of group 0, 1, ..."""
+    """Groups of responses. index_R[r] is the group of response r, size_R[g] is the size of group g."""
 
     index_R: Tensor
     size_R: Tensor
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return (R, ...) whose row g is the sum over group g."""
+        """Return a tensor (R, ...) whose row g is the sum over group g."""
         return torch.zeros_like(values).index_add_(0, self.index_R, values)
 
     def extreme(self, values: Tensor, which: str) -> Tensor:
@@ -42,10 +42,10 @@ def _groups(group_R: Tensor) -> _Groups:
 
 
 def _normalise(values_RK: Tensor, size_RK: Tensor, groups: _Groups, norm_eps: float, ulp: float) -> Tensor:
-    """Return (value - mean) / (sigma + norm_eps) over the values of each group that are not NaN.
+    """Return (value - mean) / (sigma + norm_eps), with mean and sigma over the group's values except NaN.
 
-    It is exactly 0 for a NaN, in a group with one value, and in a group whose values differ by at most
-    EQUAL_ULPS ulps of the group's largest size_RK. size_RK: the summed magnitude of a value's terms.
+    The result is exactly 0 for a NaN, in a group with one value, and in a group whose values differ by at
+    most EQUAL_ULPS ulps of the group's largest size_RK. size_RK: sum of a value's absolute terms.
     """
     known_RK = ~values_RK.isnan()
     values_RK = torch.where(known_RK, values_RK, 0.0)
@@ -72,14 +72,14 @@ def _whitened(adv_R: Tensor, count_R: Tensor, whiten: str, norm_eps: float, proc
     if whiten == "tokens":
         white_R = (adv_R - mean) * (variance + TOKEN_VAR_EPS).rsqrt()
     else:
-        # With variance 0 the numerator is 0 too.
+        # With variance 0, the numerator is 0, too.
         scale = variance.sqrt() + norm_eps
         white_R = (adv_R - mean) / torch.where(scale > 0, scale, 1.0)
     return torch.where((count_R > 0) & (count > 1), white_R, 0.0)
 
 
 def _merge_ranks(moments: Tensor, process_group: Any) -> Tensor:
-    """Merge (n, mean, M2) over all ranks by one all-reduce and Chan's rule."""
+    """Merge (n, mean, M2) over all ranks with one all-reduce and Chan's rule."""
     world = torch.distributed.get_world_size(process_group)
     table = torch.zeros(world, 3, dtype=moments.dtype, device=moments.device)
     table[torch.distributed.get_rank(process_group)] = moments
@@ -93,7 +93,7 @@ def _merge_ranks(moments: Tensor, process_group: Any) -> Tensor:
 def advantages(
     rewards_RK: Tensor, group_R: Tensor, options: AdvantageOptions, process_group: Any = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return adv_R and kept_R (None except for GD2PO)."""
+    """Return adv_R and kept_R. Except for GD2PO, kept_R is None."""
     dtype = compute_dtype(rewards_RK.dtype)
     values_RK, weights_K = rewards_RK.to(torch.float64), options.weights_K
     weights_K = values_RK.new_ones(values_RK.shape[1]) if weights_K is None else weights_K.to(values_RK)
@@ -124,7 +124,7 @@ def advantages(
 
 
 def _conflicts(adv_RK: Tensor, parts_RK: Tensor, options: AdvantageOptions) -> Tensor:
-    """Return (R,) bool: whether the rewards of a response disagree."""
+    """Return whether the rewards of each response disagree, (R,) bool."""
     signs_RK = torch.where(adv_RK.abs() > CONFLICT_FLOOR, parts_RK.sign(), 0.0)
     conflicts_R = (signs_RK > 0).any(-1) & (signs_RK < 0).any(-1)
     if options.snr_threshold is not None:

@@ -1,4 +1,4 @@
-"""smopd_loss in plain PyTorch, in chunks of rows: its terms and the closed-form gradient in the logits."""
+"""The terms of smopd_loss and their closed-form gradient in the logits, in plain PyTorch, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from smopd.kernels.tokens import (
 )
 from smopd.kernels.types import LossSettings, LossStats, LossTokens, TokenTerms, compute_dtype, loss_target
 
-LOGP_FLOOR = -1.0e4  # least log p in the entropy: its exp is 0 in fp64, so p log p is 0; NaN stays NaN
+LOGP_FLOOR = -1.0e4  # lower bound of log p in the entropy, so that p log p is 0 instead of NaN if p is 0
 
 
 def loss_rows(
@@ -34,7 +34,7 @@ def loss_rows(
 ) -> TokenTerms:
     """Return each token's terms, and write the loss's gradient into grad_NV if it is given.
 
-    grad_NV may be logits_NV. A backend may skip the entropy if `entropy` is False and its coefficient is 0.
+    grad_NV may be logits_NV. A backend may skip the entropy if `entropy` is False and entropy_coef is 0.
     """
     parts, tokens = [], _without_uncounted_ids(tokens)
     entropy |= settings.entropy_coef != 0.0
@@ -45,7 +45,7 @@ def loss_rows(
 
 
 def _without_uncounted_ids(tokens: LossTokens) -> LossTokens:
-    """Return tokens whose ids are 0 if all weights of the token are 0: such ids may be out of range."""
+    """Set the ids of a token to 0 if all weights of the token are 0. Such ids may be out of range."""
     uncounted_N = ~counted(tokens)
     known = {}
     for name in ("token_ids_N", "target_ids_NS", "teacher_ids_NMS"):
@@ -91,7 +91,7 @@ def _loss_chunk(
     if kl is not None and target is not None and kl_coef_N is not None:
         wide_NV += kl_gradient(kl, target, kl_coef_N).div_(settings.kl_temperature)
     idle_N = idle(coefs)
-    if wide_NV.device.type != "cpu" or bool(idle_N.any()):  # the test would synchronize a GPU
+    if wide_NV.device.type != "cpu" or bool(idle_N.any()):  # any() would synchronize a GPU
         wide_NV.masked_fill_(idle_N[:, None], 0.0)
     grad_NV.copy_(wide_NV)
     return terms
@@ -172,18 +172,18 @@ def scale_(grad: Tensor, dloss: Tensor, out: Tensor | None = None) -> None:
 
 
 def log_softmax(logits_NV: Tensor) -> Tensor:
-    """Compute the log-softmax. torch's own is 3e-5 off in fp32 on a CPU over 150,000 tokens."""
+    """Compute the log-softmax. In fp32 on a CPU, torch's own is 3e-5 off for 150,000 tokens."""
     logq_NV = logits_NV - logits_NV.amax(-1, keepdim=True)
     return logq_NV.sub_(logq_NV.exp().sum(-1, keepdim=True).log_())
 
 
 @dataclass(frozen=True)
 class PreparedTarget:
-    """A sparse target whose ids are all in range and, with a tail, distinct.
+    """A sparse target whose ids are all in range. With a tail, the ids of its nonempty slots are distinct.
 
-    first_NS: True at one slot of each distinct id. live_N: whether the row has any support. tail_q_N: 1 - Q;
-    None without a tail. A NaN log-probability empties its slot and makes mass_N NaN, which makes the KL, both
-    masses and the KL's gradient NaN.
+    first_NS is True at one slot of each distinct id. live_N says whether the row has any support. tail_q_N is
+    1 - Q, or None without a tail. A NaN log-probability empties its slot and makes mass_N NaN. This makes the
+    KL, both masses and the KL's gradient NaN.
     """
 
     ids_NS: Tensor
@@ -196,7 +196,7 @@ class PreparedTarget:
 
 
 def prepare_target(target: types.SparseTarget, dtype: torch.dtype, *, tail: bool) -> PreparedTarget:
-    """Prepare a target or the mixture of its candidates. With tail, join repeats by logsumexp."""
+    """Prepare a target, or the mixture of its candidates. With a tail, merge repeats by logsumexp."""
     ids_NS, logps_NS, distinct = target.ids, target.logps.detach().to(dtype), False
     if target.log_alpha is not None:
         union = teacher_mixture(ids_NS, logps_NS, target.log_alpha, target.n_entries, merge=target.merge)
@@ -210,7 +210,7 @@ def prepare_target(target: types.SparseTarget, dtype: torch.dtype, *, tail: bool
     nan_N = logps_NS.isnan().any(-1)
     logps_NS = logps_NS.masked_fill(~live_NS, -torch.inf)
     tail_q_N = _mass_off(logps_NS) if tail else None
-    # Empty slots get the id of the best slot, which is written anyway.
+    # Empty slots use the id of the best slot, whose entry is written anyway.
     best_N1 = ids_NS.gather(-1, logps_NS.argmax(-1, keepdim=True))
     ids_NS = torch.where(live_NS, ids_NS, best_N1)
     if distinct:
@@ -232,7 +232,7 @@ def prepare_target(target: types.SparseTarget, dtype: torch.dtype, *, tail: bool
 
 
 def _mass_off(logps_NS: Tensor) -> Tensor:
-    """Return 1 - Q, computed in fp64 against cancellation; 0 below types.TAIL_FLOOR."""
+    """Return 1 - Q, computed in fp64 to avoid cancellation. Values below types.TAIL_FLOOR become 0."""
     wide = logps_NS.dtype if logps_NS.device.type == "mps" else torch.float64  # MPS has no fp64
     tail_q_N = -torch.expm1(logps_NS.to(wide).logsumexp(-1).clamp(max=0.0))
     return torch.where(tail_q_N < types.TAIL_FLOOR, 0.0, tail_q_N).to(logps_NS.dtype)
@@ -242,8 +242,8 @@ def _mass_off(logps_NS: Tensor) -> Tensor:
 class KlRows:
     """The forward KL of rows to a target.
 
-    Without tail, dense_NV is the softmax. With tail, it is the softmax over the tokens off the support, and
-    off_mass_N is their total probability, so that small masses keep their relative accuracy.
+    Without a tail, dense_NV is the softmax. With a tail, it is the softmax over the tokens off the support,
+    and off_mass_N is their total probability. This keeps the relative accuracy of small masses.
     """
 
     dense_NV: Tensor
@@ -272,10 +272,10 @@ def kl_forward(logits_NV: Tensor, target: PreparedTarget, temperature: float) ->
 
 
 def kl_gradient(rows: KlRows, target: PreparedTarget, dkl_N: Tensor) -> Tensor:
-    """Return T times the gradient of sum(dkl kl) in the logits, in the memory of rows.dense_NV.
+    """Return T times the gradient of sum(dkl kl) in the logits. The result overwrites rows.dense_NV.
 
     It is dkl (W p_v - q_v) on the support and dkl (W - q_r / p_r) p_v off the support.
-    W is Q + q_r. Without tail, q_r is 0.
+    W is Q + q_r. Without a tail, q_r is 0.
     """
     grad_NV, tail_q_N = rows.dense_NV, target.tail_q_N
     slope_N = off_N = weighted(dkl_N, target.mass_N if tail_q_N is None else target.mass_N + tail_q_N)

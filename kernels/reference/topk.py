@@ -13,8 +13,8 @@ from torch import Tensor
 
 from smopd.kernels.types import Mixture, TopK, compute_dtype
 
-ROW_CHUNK_BYTES = 64 << 20  # fp32 logits per chunk
-ROW_CHUNK_BYTES_CPU = 4 << 20  # fits the cache, and malloc reuses the memory
+ROW_CHUNK_BYTES = 64 << 20  # size of a chunk's fp32 logits
+ROW_CHUNK_BYTES_CPU = 4 << 20  # fits into the cache, and malloc reuses the memory
 
 
 def row_chunks(rows: Tensor) -> Iterator[slice]:
@@ -27,7 +27,7 @@ def row_chunks(rows: Tensor) -> Iterator[slice]:
 
 
 def widen(logits_NV: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return logits / temperature in the compute dtype; the input itself if that changes nothing."""
+    """Return logits / temperature in the compute dtype. If that changes nothing, return the input itself."""
     wide_NV = logits_NV.to(compute_dtype(logits_NV.dtype))
     return wide_NV if temperature == 1.0 else wide_NV / temperature
 
@@ -53,7 +53,7 @@ def _topk_lowest_ids(values_NV: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
     n_vocab = values_NV.shape[-1]
     top_NS, ids_NS = values_NV.topk(min(kappa + 1, n_vocab), dim=-1)
     if 0 < kappa < n_vocab:
-        # Ids can be wrong only if entry kappa + 1 equals entry kappa. Selecting rows would synchronize a GPU.
+        # Ids can be wrong only if entries kappa and kappa + 1 are equal. nonzero() would synchronize a GPU.
         tied_N = top_NS[:, kappa - 1] == top_NS[:, kappa]
         rows = tied_N.nonzero()[:, 0] if values_NV.device.type == "cpu" else slice(None)
         some_NV, least_N1 = values_NV[rows], top_NS[rows, kappa - 1 : kappa]
@@ -67,17 +67,16 @@ def _topk_lowest_ids(values_NV: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
 
 
 def draw(logits_RV: Tensor, temperature: float, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample (R,) int64 tokens; return them with their (R,) fp32 log-probabilities at `temperature`.
+    """Sample a token per row. Return (R,) int64 tokens and (R,) fp32 log-probabilities at `temperature`.
 
-    The token of a row is the first, in order of id, whose cumulative probability exceeds uniform_R, (R,)
-    float64 in [0, 1).
+    uniform_R: (R,) float64 in [0, 1). A row's token is the lowest id whose cumulative probability exceeds it.
     """
     logps_RV = (logits_RV.float() / temperature).log_softmax(-1)
     cumulative_RV = logps_RV.double().exp().cumsum(-1)
     total_R = cumulative_RV[:, -1]
     aim_R = torch.minimum(uniform_R * total_R, total_R.nextafter(torch.zeros_like(total_R)))
     token_R = torch.searchsorted(cumulative_RV, aim_R[:, None], right=True)[:, 0]
-    token_R = token_R.clamp(max=logits_RV.shape[-1] - 1)  # in a row of NaN no entry exceeds the aim
+    token_R = token_R.clamp(max=logits_RV.shape[-1] - 1)  # in a row with NaN, no entry exceeds the aim
     return token_R, logps_RV.gather(-1, token_R[:, None])[:, 0]
 
 
@@ -96,7 +95,7 @@ def teacher_mixture(
 
 
 def _best(ids_NP: Tensor, logps_NP: Tensor, kappa: int) -> Mixture:
-    """Return the kappa best entries; of equal ones the first wins. Missing entries have id 0, logp -inf."""
+    """Return the kappa best entries. Ties go to the earlier entry. Missing entries have id 0, logp -inf."""
     pad = torch.nn.functional.pad
     logps_NP, order_NP = logps_NP.sort(dim=-1, descending=True, stable=True)
     ids_NP = ids_NP.gather(-1, order_NP).masked_fill(logps_NP == -torch.inf, 0)
@@ -106,7 +105,7 @@ def _best(ids_NP: Tensor, logps_NP: Tensor, kappa: int) -> Mixture:
 
 
 def merge_sorted(ids_NP: Tensor, logps_NP: Tensor) -> tuple[Tensor, Tensor]:
-    """Join runs of equal (ascending) ids by logsumexp. Joined entries come first; other slots are 0, -inf."""
+    """Merge each run of equal ids by logsumexp. Ids must ascend. Slots left over have id 0, logp -inf."""
     segment_NP = torch.zeros_like(ids_NP)
     segment_NP[:, 1:] = (ids_NP[:, 1:] != ids_NP[:, :-1]).cumsum(-1)
     empty_NP = torch.full_like(logps_NP, -torch.inf)
@@ -118,9 +117,9 @@ def merge_sorted(ids_NP: Tensor, logps_NP: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _run_sums(values_NP: Tensor, segment_NP: Tensor) -> Tensor:
-    """Return each segment's sum at the segment's number, 0 elsewhere; the numbers ascend from 0.
+    """Return the sum of each segment at the index of its number, and 0 elsewhere. The numbers ascend from 0.
 
-    The sums are built by doubling, in a fixed order. scatter_add on a GPU adds in no fixed order.
+    The sums are built by doubling, in a fixed order. scatter_add on a GPU has no fixed order.
     """
     n_places = values_NP.shape[-1]
     distance = 1
@@ -131,6 +130,6 @@ def _run_sums(values_NP: Tensor, segment_NP: Tensor) -> Tensor:
         distance *= 2
     last_NP = torch.ones_like(segment_NP, dtype=torch.bool)
     last_NP[:, :-1] = segment_NP[:, 1:] != segment_NP[:, :-1]
-    places_NP = torch.where(last_NP, segment_NP, n_places)  # one extra place takes the other values
+    places_NP = torch.where(last_NP, segment_NP, n_places)  # one extra place is for the other values
     sums_NP = torch.nn.functional.pad(torch.zeros_like(values_NP), (0, 1)).scatter(-1, places_NP, values_NP)
     return sums_NP[:, :-1]

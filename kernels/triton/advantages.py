@@ -1,10 +1,10 @@
 """GRPO, GDPO and GD2PO advantages in fp64, in three launches: sort by group, compute advantages, whiten.
 
-After the sort, a group is a run of equal ids, and each response loops over its run. A program stores the
-moments of its responses for whitening (whiten.py). There are no atomics and no synchronization with the host.
+After the sort, a group is a run of equal ids. For each response, the kernel loops over the response's run.
+Each program stores the moments of its responses for whitening (whiten.py). There are no atomics and no
+synchronization with the host.
 
-Shapes: R responses, K rewards (1 in GRPO: their weighted sum), padded to a power of two; B responses of a
-program.
+Shapes: R responses, B responses of a program, K rewards (padded to a power of two; 1 in GRPO, the sum).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from smopd.kernels.types import CONFLICT_FLOOR, EQUAL_ULPS, AdvantageOptions
 
 MAX_REWARDS = 32
 OWNED = 32  # upper limit of responses per program
-STRIDE = 8  # responses searched at a time for each end of a run
+STRIDE = 8  # responses compared at a time to find each end of a run
 TILE = 512  # upper limit of responses times rewards per program
 WARP_TILE = 32  # responses times rewards per warp
 MAX_WARPS = 8
@@ -47,7 +47,7 @@ def _reward_weights(weights_ptr, stride_weights, offs_k, n_rewards, HAS_WEIGHTS:
 
 @triton.jit
 def _combined(value_JK, weights_K, SUMMED: tl.constexpr):
-    """Return the values to normalise and the magnitude of their terms: (J, K), or sums (J, 1) if SUMMED."""
+    """Return the values to normalise and the sums of their absolute terms, (J, K) or, if SUMMED, (J, 1)."""
     if SUMMED:
         # A reward of weight 0 has no effect, even if it is NaN.
         terms_JK = tl.where(weights_K[None, :] != 0.0, rounded_product(weights_K[None, :], value_JK), 0.0)
@@ -58,7 +58,7 @@ def _combined(value_JK, weights_K, SUMMED: tl.constexpr):
 
 @triton.jit
 def _reward_values(columns_ptr, stride_r, rows_J, inside_J, live_K, weights_K, SUMMED: tl.constexpr):
-    """Load rows and return _combined() of them; NaN for missing rows."""
+    """Load the rewards of these rows and return their _combined(). Missing rows are NaN."""
     at_JK = columns_ptr[None, :] + rows_J.to(tl.int64)[:, None] * stride_r
     inside_JK = inside_J[:, None] & live_K[None, :]
     value_JK = tl.load(at_JK, mask=inside_JK, other=float("nan")).to(tl.float64)
@@ -67,7 +67,7 @@ def _reward_values(columns_ptr, stride_r, rows_J, inside_J, live_K, weights_K, S
 
 @triton.jit
 def _normalised(value_JK, mean, scale, varied):
-    """Return the value normalised by Eq. 1; 0 for a NaN and where the group's values are equal."""
+    """Return the value normalised by Eq. 1. It is 0 for a NaN and where the group's values are equal."""
     return tl.where((value_JK == value_JK) & varied, (value_JK - mean) / scale, 0.0)
 
 
@@ -96,9 +96,9 @@ def _is_dropped(adv_JK, weights_K, snr_threshold, norm_eps, SNR: tl.constexpr):
 def _order_kernel(
     group_ptr, sorted_ptr, order_ptr, n_responses, B: tl.constexpr, J: tl.constexpr, S: tl.constexpr
 ):
-    """Sort the ids stably. A response's place is the number of ids that are smaller, or equal and before it.
+    """Sort the ids stably. A response's place is the number of smaller ids and of equal ids before it.
 
-    Each program first checks whether the ids are already sorted; if so, each response keeps its place.
+    Each program first checks whether the ids are already sorted. If they are, each response keeps its place.
     """
     first = tl.program_id(0) * B
     offs_b = first + tl.arange(0, B)
@@ -175,7 +175,7 @@ def _runs_kernel(
     HAS_WEIGHTS: tl.constexpr, SUMMED: tl.constexpr, DROP: tl.constexpr, SNR: tl.constexpr,
     WHITEN: tl.constexpr, TOKENS: tl.constexpr, K: tl.constexpr, B: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the advantages. group_ptr: the ids in ascending order; order_ptr: the row of each id."""
+    """Compute the advantages. group_ptr points to the ascending ids, and order_ptr to the row of each id."""
     KV: tl.constexpr = 1 if SUMMED else K
     offs_k = tl.arange(0, K)
     live_K = offs_k < n_rewards
@@ -194,7 +194,7 @@ def _runs_kernel(
     longest = tl.max(size_B, 0)
     WIDE: tl.constexpr = tl.float64 if SUMMED else tl.float32  # dtype of the values to normalise
     count_BK = tl.zeros((B, KV), tl.int32)
-    start_BK = tl.full((B, KV), float("nan"), WIDE)  # the run's first value: deviations from it are small
+    start_BK = tl.full((B, KV), float("nan"), WIDE)  # the run's first value. Deviations from it are small
     sum_BK = tl.zeros((B, KV), tl.float64)
     square_BK = tl.zeros((B, KV), tl.float64)
     low_BK = tl.full((B, KV), float("inf"), WIDE)
@@ -244,7 +244,7 @@ def _runs_kernel(
         share_B = n_kept_B.to(tl.float64) / tl.maximum(size_B, 1).to(tl.float64)
         adv_B = tl.where(dropped_B, 0.0, adv_B * share_B)
         tl.store(kept_ptr + rows_B, kept_B != 0, mask=own_B)
-    if WHITEN:  # leaves out the responses that no reward scored, which infinity marks
+    if WHITEN:  # leaves out responses that no reward scored, and marks them with infinity
         scored_B = tl.max(((own_BK == own_BK) & (weights_KV[None, :] != 0.0)).to(tl.int32), 1)
         counted_B = kept_B * scored_B
         store_moments(moments_ptr, adv_B, counted_B, own_B, lengths_ptr, stride_lengths, rows_B, TOKENS)
@@ -264,7 +264,7 @@ def unserved(op: str, rewards_RK: Tensor) -> str | None:
 def advantages(
     rewards_RK: Tensor, group_R: Tensor, options: AdvantageOptions, process_group: Any = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return adv_R and kept_R (None except for GD2PO)."""
+    """Return adv_R and kept_R. Except for GD2PO, kept_R is None."""
     weights_K, whiten, norm_eps = options.weights_K, options.whiten, options.norm_eps
     snr_threshold, drop = options.snr_threshold, options.kind == "gd2po"
     n_responses, n_rewards = rewards_RK.shape

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_V = 2048  # tokens of a part: 75 parts at V 151,936
+BLOCK_V = 2048  # tokens of a part, which makes 75 parts at V 151,936
 BELOW_ONE = tl.constexpr(1 - 2.0**-53)
 
 
@@ -32,7 +32,7 @@ def _parts_kernel(logits_ptr, stride_r, stats_ptr, n_vocab, n_parts, temperature
 
 @triton.jit
 def _passes(mass_B, offs_b, cumulative_B, aim, SIZE: tl.constexpr):
-    """Return the first index whose cumulative mass exceeds the aim, else the last index with any mass."""
+    """Return the first index whose cumulative mass exceeds `aim`, or else the last index with any mass."""
     first = tl.min(tl.where((cumulative_B > aim) & (mass_B > 0), offs_b, SIZE), 0)
     last = tl.max(tl.where(mass_B > 0, offs_b, 0), 0)
     return tl.where(first == SIZE, last, first)
@@ -68,7 +68,6 @@ def _choose_kernel(
 
 
 def draw(logits_RV: Tensor, temperature: float, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
-    """See smopd.kernels.reference.topk.draw."""
     n_rows, n_vocab = logits_RV.shape
     n_parts = triton.cdiv(n_vocab, BLOCK_V)
     stats = torch.empty(n_rows, 2, n_parts, dtype=torch.float32, device=logits_RV.device)

@@ -19,34 +19,34 @@ from smopd.kernels.triton.target import MAX_SUPPORT, RowTargets, n_slots, row_ta
 from smopd.kernels.triton.terms import COLUMNS, PPO
 from smopd.kernels.types import LossSettings, LossTokens, TokenTerms, loss_target
 
-_NATIVE = isinstance(row_kernel, JITFunction)  # else it runs in Triton's interpreter
+_NATIVE = isinstance(row_kernel, JITFunction)  # otherwise it runs in Triton's interpreter
 # Hash in this order: a kernel's key in Triton's cache depends on which of the two is hashed first.
 _KEYS = [kernel.cache_key for kernel in (row_kernel, split_kernel)] if _NATIVE else []
 _WARP = 32
-_REGISTERS = 1 << 16  # of an SM; without maxnreg, ptxas would spill some to fit one more program
+_REGISTERS = 1 << 16  # registers of an SM. Without maxnreg, ptxas would spill to fit one more program
 _VECTOR_BYTES = 16
-_MAX_BLOCKS = 64  # of a row: skipped_NL has a bit for each block
-_MAX_ELEMENTS = 16  # per lane and block
-_SLOTS = 128  # of a target: one warp compares this many without spills
+_MAX_BLOCKS = 64  # upper limit of blocks per row, because skipped_NL has a bit for each
+_MAX_ELEMENTS = 16  # elements per lane and block
+_SLOTS = 128  # slots of a target that one warp can compare without spills
 MAX_VOCAB = _MAX_BLOCKS * 16 * _WARP * _MAX_ELEMENTS
 _SPLIT_LANES, _SPLIT_REGISTERS, _SPLIT_PROGRAMS = 128, 128, 4  # per program, per lane, per SM
-_SPLIT_VECTORS = 19  # upper limit of 16-byte vectors per lane, in 4 registers each
+_SPLIT_VECTORS = 19  # upper limit of 16-byte vectors per lane. Each needs 4 registers
 _SPLIT_AHEAD = 1.5  # how far ahead a part is prefetched, in programs per SM
 _SPLIT_REPEATS = 2  # vectors per lane and block
 _SPLIT_SLOTS, _SPLIT_TAIL_SLOTS = 32, 16  # limits of a target's slots, without and with tail: one warp polls
 _MAX_HELD = 8 * _WARP * 16 * 3  # longest row that the row kernel holds in registers
-_SPLIT_UNIT = 8  # a part has a multiple of this many vectors: 128 bytes
+_SPLIT_UNIT = 8  # a part is a multiple of this many vectors (128 bytes)
 
 
 def _configuration(n_vocab: int, dtype: torch.dtype, slots: int, *, aligned: bool) -> tuple[int, int, int]:
     """Return warps, elements per lane and block, and the number of blocks held in registers.
 
-    Short rows are held whole. Longer rows take 16 warps with 128 registers per lane, of which 24 (32 for
-    fp32) hold the row's end.
+    Short rows are held whole. Longer rows use 16 warps with 128 registers per lane. Of these registers, 24
+    (32 for fp32) hold the row's end.
     """
     elements, held = (8, 4) if dtype == torch.float32 else (16, 3)
     if not aligned:
-        elements, held = 8, 2  # unaligned elements take more registers
+        elements, held = 8, 2  # unaligned elements need more registers
     enough = (w for w in (1, 4, 8) if n_vocab <= w * _WARP * elements * held and slots <= w * _SLOTS)
     warps = next(enough, 16)
     while n_vocab > _MAX_BLOCKS * warps * _WARP * elements and elements < _MAX_ELEMENTS:
@@ -55,9 +55,9 @@ def _configuration(n_vocab: int, dtype: torch.dtype, slots: int, *, aligned: boo
 
 
 def _aligned_elements(rows_NV: Tensor) -> int:
-    """Return the widest aligned access in elements, at most 16 bytes, for all rows.
+    """Return the number of elements in the widest aligned access to all rows, at most 16 bytes.
 
-    Memory from other libraries may start anywhere, so the address counts. "meta" tensors have only an offset.
+    Memory from other libraries may start anywhere, so addresses matter. "meta" tensors have only an offset.
     """
     address, size = rows_NV.data_ptr(), rows_NV.element_size()
     return math.gcd(_VECTOR_BYTES // size, address // size, rows_NV.storage_offset(), rows_NV.stride(0))
@@ -66,7 +66,7 @@ def _aligned_elements(rows_NV: Tensor) -> int:
 def unserved(
     op: str, tensor: Tensor, *, n_support: int = 0, n_pooled: int = 0, n_vocab: int | None = None
 ) -> str | None:
-    """Return why the loss cannot be computed here, or None. n_vocab: given if `tensor` is not the logits."""
+    """Return why this backend rejects the call, or None. n_vocab is given if `tensor` is not the logits."""
     n_vocab = tensor.shape[1] if n_vocab is None else n_vocab
     if n_vocab > MAX_VOCAB:
         return f"V is {n_vocab}, expected at most {MAX_VOCAB}"
@@ -89,7 +89,7 @@ class _Parts:
 
 
 def _parts(n_vocab: int, consecutive: int) -> _Parts:
-    """Split a row into the fewest equal parts that fit the registers of a program."""
+    """Split a row into the fewest parts of at most a program's registers. Only the last can be shorter."""
     vectors = triton.cdiv(n_vocab, consecutive)
     n = triton.cdiv(vectors, _SPLIT_LANES * _SPLIT_VECTORS)
     size = triton.cdiv(vectors, n * _SPLIT_UNIT) * _SPLIT_UNIT * consecutive
@@ -102,10 +102,10 @@ def _parts(n_vocab: int, consecutive: int) -> _Parts:
 
 
 def _splits(logits_NV: Tensor, slots: int, *, tail: bool, two: bool) -> bool:
-    """Return whether to use the split kernel, which serves rows that the row kernel would read twice.
+    """Return whether to use the split kernel. It is meant for rows that the row kernel would read twice.
 
-    It is not used for variants that spill (two temperatures, the tail of fp16 logits) or are slower (long
-    targets), for rows with more parts than a warp polls or the GPU runs at once, or on GPUs before sm_80.
+    It is not used for variants that spill (two temperatures, or fp16 logits with a tail) or are slower (long
+    targets), nor before sm_80. A row must not have more parts than a warp polls or the GPU runs at once.
     """
     n_vocab, size = logits_NV.shape[1], logits_NV.element_size()
     if n_vocab <= _MAX_HELD or two:
@@ -122,7 +122,7 @@ def _splits(logits_NV: Tensor, slots: int, *, tail: bool, two: bool) -> bool:
 def _columns(tokens: LossTokens, settings: LossSettings) -> tuple[int, list[Tensor | None]]:
     """Return `there`, the bit mask of terms.py, and the columns in the order of COLUMNS.
 
-    An absent column is replaced by adv_N to avoid another compiled variant; an absent reverse_adv stays None.
+    An absent column is replaced by adv_N to avoid another compiled variant. Only reverse_adv stays None.
     """
     named = {name: getattr(tokens, f"{name}_N") for name in COLUMNS}
     if tokens.reverse_adv_N is not None:
@@ -144,7 +144,7 @@ def loss_rows(
     *,
     entropy: bool = True,
 ) -> TokenTerms:
-    """See kernels.reference.loss.loss_rows. The entropy is always computed: the reads hide its cost."""
+    """See kernels.reference.loss.loss_rows. The entropy is always computed, as the reads hide its cost."""
     n_rows, n_vocab = logits_NV.shape
     terms_CN = torch.empty((7, n_rows), dtype=torch.float32, device=logits_NV.device)
     clipped_N = torch.empty(n_rows, dtype=torch.int8, device=logits_NV.device)
@@ -204,11 +204,11 @@ def loss_rows(
         return terms
     warps, elements, most = _configuration(n_vocab, logits_NV.dtype, slots, aligned=aligned)
     lanes = warps * _WARP
-    # Hold at least two blocks, as the last may be partial. A second softmax takes one block's registers.
+    # Hold at least two blocks, as the last may be partial. A second softmax needs the registers of one block.
     blocks = triton.cdiv(n_vocab, lanes * elements)
     last = min(blocks, 2 if grad_NV is None else max(2, most - two))
     ahead = 2 if blocks > last > 2 else 1
-    # Without a gradient two programs fit on an SM.
+    # Without a gradient, two programs fit on an SM.
     programs = 2 if grad_NV is None and not two and slots <= 64 else 1
     repeats = elements // consecutive
     row_kernel[(n_rows,)](

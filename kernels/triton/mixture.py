@@ -1,11 +1,11 @@
-"""The mixture kernel: adds log alpha, merges equal ids, keeps the kappa best candidates, sums their mass.
+"""The mixture kernel adds log alpha, merges equal ids, keeps the kappa best candidates and sums their mass.
 
-64-bit keys are sorted in registers, mostly of one warp. With MERGE, all candidates are first sorted by id.
-Without MERGE, each teacher's list is combined with the best so far. Sums have a fixed order, so that
-results do not depend on the compiler's layout.
+It sorts 64-bit keys in registers, mostly those of one warp. With MERGE, all candidates are first sorted by
+id. Without MERGE, each teacher's list is combined with the best candidates so far. Sums have a fixed order,
+so results do not depend on the compiler's layout.
 
-Shapes: N tokens, M teachers, S their support, P = M * S candidates, K = kappa slots of the result, B rows of
-a program. In kernels P and K are padded to powers of two; without merging K is at least S.
+Shapes: N tokens, M teachers, S entries per teacher, P = M * S candidates, K = kappa slots of the result, B
+rows of a program. In kernels, P and K are padded to powers of two. Without MERGE, K is at least S.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor
 from smopd.kernels.types import Mixture
 
 MAX_CANDIDATES = 1024
-LOG_TILE = {False: 7, True: 8}  # log2 of the slots of a program, by `merge`; more if one row needs more
-LOG_WARP = 8  # log2 of the slots of a warp: sorts of rows up to this need no shared memory
-MIN_LOG_P = 4  # fewer variants to compile
-NO_REGISTER_TARGET = 255  # else ptxas spills a few bytes to fit one more warp
+LOG_TILE = {False: 7, True: 8}  # log2 of the slots of a program, by `merge`, unless one row needs more
+LOG_WARP = 8  # log2 of a warp's slots. Sorts of rows up to this size need no shared memory
+MIN_LOG_P = 4  # so that fewer variants are compiled
+NO_REGISTER_TARGET = 255  # without this, ptxas spills a few bytes to fit one more warp
 
 _LOWEST_32 = tl.constexpr(-(2**31))
 _LOWEST_64 = tl.constexpr(-(2**63))
@@ -29,7 +29,7 @@ _LOWEST_64 = tl.constexpr(-(2**63))
 
 @triton.jit
 def ordered(x):
-    """Map fp32 to int32 in the same order; -0 equals +0, NaN is above +inf."""
+    """Map fp32 to int32 in the same order. -0 equals +0, and NaN is above +inf."""
     bits = x.to(tl.int32, bitcast=True)
     sign = bits >> 31
     return tl.where(x != x, 0x7FFFFFFF, ((bits & 0x7FFFFFFF) ^ sign) - sign)
@@ -50,7 +50,7 @@ def _bit(N_DIMS: tl.constexpr, j: tl.constexpr):
 
 @triton.jit
 def _compare_swap(cube, flip, j: tl.constexpr, N_DIMS: tl.constexpr):
-    # a + b - a is exact for integers and takes one shuffle between threads.
+    # a + b - a is exact for integers and needs one shuffle between threads.
     other = tl.sum(cube, N_DIMS - 1 - j, keep_dims=True) - cube
     return tl.where((cube > other) != (flip ^ _bit(N_DIMS, j)), other, cube)
 
@@ -68,9 +68,9 @@ def _bitonic_merge(cube, STAGE: tl.constexpr, ALTERNATE: tl.constexpr, N_DIMS: t
 
 @triton.jit
 def largest(keys, LOG_ROWS: tl.constexpr, LOG_N: tl.constexpr, LOG_K: tl.constexpr):
-    """Return the 2^LOG_K largest of each row of integer keys (2^LOG_ROWS, 2^LOG_N), descending.
+    """Return the 2^LOG_K largest keys of each row in descending order. keys: integers (2^LOG_ROWS, 2^LOG_N).
 
-    tl.topk takes seconds in the interpreter.
+    tl.topk is not used, because it takes seconds in the interpreter.
     """
     cube = tl.reshape(keys, [2] * (LOG_ROWS + LOG_N))
     for i in tl.static_range(1, LOG_K + 1):
@@ -93,7 +93,7 @@ def tree_sum(x, ROWS: tl.constexpr, LOG_N: tl.constexpr):
 
 @triton.jit
 def as_int32(ids):
-    """Convert ids to int32; -1 if they do not fit."""
+    """Convert ids to int32. An id that does not fit becomes -1."""
     return tl.where(ids.to(tl.int32) == ids, ids.to(tl.int32), -1)
 
 
@@ -120,7 +120,7 @@ def load_candidates(
 
 @triton.jit
 def log_add(x, y):
-    """Return log(exp(x) + exp(y)); exact if one is -inf."""
+    """Return log(exp(x) + exp(y)). This is exact if x or y is -inf."""
     gap = tl.where(x == y, 0.0, -tl.abs(x - y))
     high = tl.maximum(x, y)
     return tl.where(gap == -float("inf"), high, high + tl.log(1.0 + tl.exp(gap)))
@@ -128,7 +128,7 @@ def log_add(x, y):
 
 @triton.jit
 def _ahead(ids_BP, logps_BP, reach):
-    """Return the values `reach` slots ahead and whether they have the same id and are not empty."""
+    """Return the values `reach` slots ahead, and whether these slots have the same id and are not empty."""
     P: tl.constexpr = ids_BP.shape[1]
     there_BP = tl.broadcast_to(tl.arange(0, P)[None, :] + reach, ids_BP.shape)
     at_BP = tl.minimum(there_BP, P - 1)
@@ -139,12 +139,12 @@ def _ahead(ids_BP, logps_BP, reach):
 
 @triton.jit
 def merge_equal_ids(ids_BP, logps_BP, LOG_B: tl.constexpr, LOG_P: tl.constexpr):
-    """Join equal ids of a row by logsumexp in one slot each; the other slots become 0, -inf."""
+    """Merge equal ids of a row by logsumexp, each id in one slot. The other slots become id 0, logp -inf."""
     lower_id_first = (0x7FFFFFFF - ids_BP).to(tl.int64) << 32
     keys_BP = largest(lower_id_first + (ordered(logps_BP).to(tl.int64) + 2147483648), LOG_B, LOG_P, LOG_P)
     ids_BP = 0x7FFFFFFF - (keys_BP >> 32).to(tl.int32)
     logps_BP = unordered(((keys_BP & 0xFFFFFFFF) - 2147483648).to(tl.int32))
-    # Each slot holds the sum over the next `reach` slots of its id. Empty slots come last.
+    # Each slot is the sum of `reach` slots of its id, from itself on. The empty slots of an id come last.
     reach = 1
     after_BP, same_BP = _ahead(ids_BP, logps_BP, reach)
     while tl.max(tl.max(same_BP.to(tl.int32), 1), 0) > 0:
@@ -158,7 +158,7 @@ def merge_equal_ids(ids_BP, logps_BP, LOG_B: tl.constexpr, LOG_P: tl.constexpr):
 
 @triton.jit
 def best_merged(ids_BP, logps_BP, LOG_B: tl.constexpr, LOG_P: tl.constexpr, LOG_K: tl.constexpr):
-    """Return ids and logps (B, 2^LOG_K) of the best slots of merge_equal_ids; ties go to the lower id."""
+    """Return ids and logps (B, 2^LOG_K) of the best slots of merge_equal_ids. Ties go to the lower id."""
     keys_BP = (ordered(logps_BP).to(tl.int64) << 32) | (0x7FFFFFFF - ids_BP.to(tl.int64))
     best_BK = largest(keys_BP, LOG_B, LOG_P, LOG_K)
     return (0x7FFFFFFF - (best_BK & 0xFFFFFFFF)).to(tl.int32), unordered((best_BK >> 32).to(tl.int32))
@@ -173,8 +173,8 @@ def _best_pooled(
     """Return ids and logps (B, 2^LOG_K) of the best candidates.
 
     Ties go to the lower teacher, then to its earlier entry. A list is sorted only if it does not descend. The
-    best so far are kept in ascending order. Their pairwise maxima with a descending list are the best of
-    both, in bitonic order.
+    best candidates so far are kept in ascending order. Their pairwise maxima with a descending list are the
+    best of both, in bitonic order.
     """
     K: tl.constexpr = 1 << LOG_K
     rows_B1 = rows_B[:, None]
@@ -241,7 +241,7 @@ def _mixture_kernel(
     tl.store(out_logps_ptr + at_BK, logps_BK, mask=kept_BK)
     mass_B = tree_sum(tl.where((offs_k < kappa)[None, :], tl.exp(logps_BK), 0.0), B, LOG_K)
     tl.store(mass_ptr + rows_B, mass_B, mask=rows_B < n_rows)
-    for start in range(K, kappa, K):  # kappa above the number of candidates: empty slots
+    for start in range(K, kappa, K):  # kappa exceeds the number of candidates, so the rest is empty
         kept_BK = (rows_B1 < n_rows) & (start + offs_k < kappa)[None, :]
         tl.store(out_ids_ptr + at_BK + start, tl.zeros((B, K), tl.int32), mask=kept_BK)
         tl.store(out_logps_ptr + at_BK + start, tl.full((B, K), -float("inf"), tl.float32), mask=kept_BK)

@@ -1,9 +1,9 @@
 """The row kernel: one program computes the loss and the gradient of a row.
 
-The program reads the row forward for the statistics, keeps the row's end in registers, and goes backward for
-the gradient. The logits of the support and the token are read before anything is written.
+The program reads the row from start to end for the statistics and keeps the row's end in registers. For the
+gradient, it goes from end to start. The logits of support and token are read before anything is written.
 
-Shapes: V vocabulary, K slots of a target (target.py); a block has R repeats, L lanes, C elements (rows.py).
+Shapes: V vocabulary, K slots of a target (target.py). A block has R repeats, L lanes, C elements (rows.py).
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def row_kernel(
     R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, LAST: tl.constexpr, AHEAD: tl.constexpr,
     UNROLL: tl.constexpr, TWO: tl.constexpr, CURVED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Compute a row. Absent inputs have a None pointer; for absent columns, see `there` in terms.py.
+    """Compute a row. The pointer of an absent input is None. For absent columns, see `there` in terms.py.
 
     Row strides are in units of C elements. LAST: number of blocks held for the gradient. AHEAD: number of
-    blocks prefetched, 1 or 2 (2 needs LAST > 2). The target pointers are the fields of RowTargets; holes_ptr
+    prefetched blocks, 1 or 2 (2 needs LAST > 2). The target pointers are the fields of RowTargets. holes_ptr
     turns the tail bucket on. TWO: the forward KL has its own temperature. CURVED: the entropy has a gradient.
     """
     tl.static_assert(AHEAD == 1 or LAST > 2)
@@ -90,7 +90,7 @@ def row_kernel(
         id_logps_K = logps_K if id_logps_ptr is None else tl.load(id_logps_ptr + offs_K)
     if HOLES:
         skipped_L = tl.load(skipped_ptr + row * L + tl.arange(0, L))
-        # Elements per slot: a whole segment, and in total at least one per lane.
+        # Elements per slot: at least a whole segment, and in total at least one per lane.
         EACH: tl.constexpr = R * C if K * R * C > L else L // K
         offs_E = row * K + tl.arange(0, K * EACH) // EACH
         ids_E, holes_E = tl.load(ids_ptr + offs_E), tl.load(holes_ptr + offs_E)
@@ -127,7 +127,7 @@ def row_kernel(
         stats = absorb(widen(x, DTYPE, False, NATIVE), keep_L, stats, scale, kl_scale, R, L, C, HOLES, TWO)
     if HOLES and FEW:
         stats = absorb(around_E, skipped_L, stats, scale, kl_scale, K * EACH // L, L, 1, False, TWO)
-    # Load this only now: registers are scarce in the loop.
+    # Load these values only now, because registers are scarce in the loop.
     teacher_mass = tl.load(masses_ptr + row) if TARGET else 0.0
     tail_q = tl.load(masses_ptr + n_rows + row) if HOLES else 0.0
     adv, old_logp = tl.load(adv_ptr + row), tl.load(old_logp_ptr + row)
@@ -147,7 +147,7 @@ def row_kernel(
         if GRADIENT:
             held = held + (x,)  # noqa: RUF005  (Triton has no star expressions)
 
-    # off: statistics without the support if there is a tail bucket, else of the whole row.
+    # `off` are the statistics of the row. With a tail bucket, they leave out the support.
     off = merge_lanes(stats, TWO)
     whole = off
     if HOLES:

@@ -1,7 +1,7 @@
 """Blocks, statistics and gradient of a row, for the row kernel and the split kernel.
 
-A block has R L C elements: R repeats of L lanes (threads) of C consecutive elements (16 bytes; fewer if rows
-are not aligned). Each lane has its own statistics, in powers of two: with scale = log2(e) / temperature,
+A block has R L C elements: R repeats of L lanes (threads) of C consecutive elements. These are 16 bytes, or
+less if rows are not aligned. With scale = log2(e) / temperature, each lane has its own statistics
 
     h = max(x scale),  s = sum 2^(x scale - h),  w = sum 2^(x scale - h) (x scale - h).
 """
@@ -12,13 +12,13 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NEG_INF = tl.constexpr(float("-inf"))
-FLOOR = tl.constexpr(-1.0e30)  # of exponents u in products u * 2^u: -inf * 0 would be NaN
+FLOOR = tl.constexpr(-1.0e30)  # least exponent u in a product u * 2^u, because -inf * 0 would be NaN
 LOWEST = tl.constexpr(-(2.0**31))  # lower exponents count as -inf
 
 
 @triton.jit
 def column(ptr, row):
-    """Load a token's value; 0 if there is no such column."""
+    """Load a token's value, or return 0 if there is no such column."""
     return 0.0 if ptr is None else tl.load(ptr + row)
 
 
@@ -26,7 +26,7 @@ def column(ptr, row):
 def load_block(
     row_ptr, block, V: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, AGAIN: tl.constexpr
 ):
-    """Load a block. Unless WHOLE, elements beyond the row are -inf. AGAIN: it will be read once more."""
+    """Load a block. Unless WHOLE, elements beyond the row are -inf. AGAIN: it is read once more later."""
     offs_v = block * BLOCK + tl.arange(0, BLOCK)
     policy: tl.constexpr = "evict_last" if AGAIN else "evict_first"
     if WHOLE:
@@ -37,7 +37,7 @@ def load_block(
 
 @triton.jit
 def load_whole(row_ptr, block, BLOCK: tl.constexpr, AGAIN: tl.constexpr, PACKED: tl.constexpr):
-    """Load a whole block. PACKED: two 16-bit elements per int32, to avoid copies in loops."""
+    """Load a whole block. PACKED: load two 16-bit elements as one int32, which avoids copies in loops."""
     if PACKED:
         pairs_ptr = row_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         offs = block * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
@@ -64,9 +64,9 @@ def zero_row(row_ptr, V: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def widen(x, DTYPE: tl.constexpr, HELD: tl.constexpr, NATIVE: tl.constexpr):
-    """Convert x, of DTYPE or packed (load_whole), to fp32; bf16 takes one instruction per element.
+    """Convert x to fp32. It has DTYPE or is packed (load_whole). bf16 needs one instruction per element.
 
-    HELD: x was widened before. Hide this from the compiler, which would keep that fp32 copy and spill.
+    HELD: x was widened before. This is hidden from the compiler, which would keep the fp32 copy and spill.
     """
     if x.dtype == tl.int32:
         if NATIVE and HELD:
@@ -99,9 +99,9 @@ def finite(h):
 
 @triton.jit
 def top_exponent(top, scale):
-    """Return top * scale; -inf if below LOWEST, because there rounding errors alone make powers infinite.
+    """Return top * scale, or -inf below LOWEST, where rounding errors alone would make powers infinite.
 
-    The fma rounds the product. The compiler could fuse a plain product, unrounded, into a difference.
+    The fma rounds the product. The compiler could fuse a plain product into a difference without rounding it.
     """
     h = tl.fma(top, scale, 0.0)
     return tl.where(h < LOWEST, NEG_INF, h)
@@ -109,7 +109,6 @@ def top_exponent(top, scale):
 
 @triton.jit
 def no_stats(L: tl.constexpr):
-    """Return empty statistics of L lanes."""
     none_L = tl.full((L,), NEG_INF, tl.float32)
     zero_L = tl.zeros((L,), tl.float32)
     return none_L, zero_L, zero_L, none_L, zero_L
@@ -204,14 +203,14 @@ def with_support(off, x_K, scale, kl_scale, TWO: tl.constexpr):
 
 @triton.jit
 def gradient_coefficients(part, row, level, bend, kl_level, entropy, TWO: tl.constexpr):
-    """Return softmax_gradient's coefficients for level p + bend p (log p + entropy) + kl_level p_kl.
+    """Return softmax_gradient's coefficients for the sum level p + bend p (log p + entropy) + kl_level p_kl.
 
-    p, p_kl: softmax at each temperature. part: statistics whose h is subtracted from the exponents.
-    row: statistics of the whole row.
+    p and p_kl are the softmax at each temperature. The h of `part` is subtracted from the exponents. `row`
+    are the statistics of the whole row.
     """
     part_h, part_kl_h = part[0], part[3]
     shift = tl.where(part_h == NEG_INF, FLOOR, finite(part_h) - finite(row[0]))
-    p = tl.exp2(shift) / row[1]  # of an element with power 1
+    p = tl.exp2(shift) / row[1]  # p of an element whose power is 1
     from_level = p * tl.fma(bend, tl.fma(shift - tl.log2(row[1]), LN2, entropy), level)
     from_kl_level = 0.0
     if TWO:
@@ -222,7 +221,7 @@ def gradient_coefficients(part, row, level, bend, kl_level, entropy, TWO: tl.con
 
 @triton.jit
 def softmax_gradient(x, coefficients, scale, kl_scale, CURVED: tl.constexpr, TWO: tl.constexpr):
-    """Return 2^u (level + curve u), u = x scale - h; if TWO, plus kl_level 2^(x kl_scale - kl_h)."""
+    """Return 2^u (level + curve u) with u = x scale - h. If TWO, add kl_level 2^(x kl_scale - kl_h)."""
     h, level, curve, kl_h, kl_level = coefficients
     u = tl.fma(x, scale, -h)
     if CURVED:
@@ -243,8 +242,8 @@ def sparse_gradient(
 ):  # fmt: skip
     """Compute the gradient of dlogp logp + dkl kl - bend entropy at the token and the support.
 
-    Returns softmax_gradient's coefficients for all other entries, the token's gradient, whether the token is
-    off the support, and the support's gradient (0 without a target).
+    Return softmax_gradient's coefficients for all other entries, the token's gradient, whether the token is
+    in the vocabulary but off the support, and the support's gradient (0 without a target).
     """
     dlogp = tl.where(token_inside | (dlogp == 0), dlogp, float("nan")) * inv_temperature
     dkl *= inv_kl_temperature
@@ -282,5 +281,5 @@ def sparse_gradient(
 
 @triton.jit
 def weighted(weight, value):
-    """Return weight * value; 0 if the weight is 0, even if the value is NaN."""
+    """Return weight * value. A weight of 0 gives 0, even if the value is NaN."""
     return tl.where(weight != 0, weight * value, 0.0)

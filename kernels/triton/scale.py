@@ -1,4 +1,4 @@
-"""Multiply a gradient by the upstream gradient, on the device. In place, a factor of 1 writes nothing."""
+"""Multiplies a gradient by the upstream gradient on the device. In place, a factor of 1 writes nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _scale_kernel(
 
 
 def scale_(grad: Tensor, dloss: Tensor, out: Tensor | None = None) -> None:
-    """Write grad * dloss to out (None: grad), both dense and with the same strides."""
+    """Write grad * dloss to `out` (None: to grad). Both are dense and have the same strides."""
     if grad.numel() > 0:
         grid = (min(triton.cdiv(grad.numel(), BLOCK), _resident(grad.device)),)
         into = grad if out is None else out

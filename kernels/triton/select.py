@@ -1,12 +1,13 @@
-"""The second kernel of top-kappa: selects the kappa best elements of a row, using one word per segment.
+"""The second kernel of top-kappa. It selects the kappa best elements of a row from one word per segment.
 
-A segment is the part of a block that one thread reads. Its word holds its largest value, the round in which
-this value first occurs, and a bound for its other chunks. Segments that reach the kappa-th best of the
-threads' maxima are listed; if there are too many, a threshold is searched in memory. Each of the kappa best
-segments yields its best element, and is read again as long as its bound may beat the worst element so far.
+A segment is the part of a block that one thread reads. Its word contains its largest value, the round in
+which this value first occurs, and a bound for its other chunks. The kernel lists all segments that reach the
+kappa-th best of the threads' maxima. If there are too many, it searches for a higher threshold in memory. The
+kappa best segments each yield their best element. A segment is read again as long as its bound may beat the
+worst element so far.
 
-Shapes: K = kappa padded, L slots of the list; R rounds of a block, T threads, E elements of a chunk as in
-topk.py; X = R * E elements of a segment.
+Shapes: K = kappa padded, L slots of the list, R rounds of a block, T threads, E elements of a chunk as in
+topk.py, X = R * E elements of a segment.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from smopd.kernels.triton.mixture import largest
 
 
 def listed_log(log_k: int) -> int:
-    """Return log2 of the list's length, more above kappa 64: many segments reach the least of 128 maxima."""
+    """Return log2 of the list's length. Above kappa 64 it is larger, as many segments reach the threshold."""
     return log_k + 1 if log_k < 7 else log_k + 3
 
 
@@ -32,7 +33,7 @@ _NO_ID = tl.constexpr(0x7FFFFFFF)
 @triton.jit
 def _order_of_finite(x, HALF: tl.constexpr):
     bits = x.to(tl.int32, bitcast=True)
-    if HALF:  # unlike bf16, the bits of fp16 are not the high half of the fp32
+    if HALF:  # the bits of fp16 are not the upper half of the fp32 bits; for bf16 they are
         bits = x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16
     sign = bits >> 31
     return ((bits & 0x7FFFFFFF) ^ sign) - sign
@@ -40,9 +41,9 @@ def _order_of_finite(x, HALF: tl.constexpr):
 
 @triton.jit
 def _order_of(x, HALF: tl.constexpr):
-    """Map fp32 to int32 in the same order; -0 equals +0, NaN is above +inf.
+    """Map fp32 to int32 in the same order. -0 equals +0, and NaN is above +inf.
 
-    A 16-bit value other than NaN uses only the upper 16 bits.
+    For a 16-bit value other than NaN, the result uses only the upper 16 bits.
     """
     return tl.where(x != x, _NAN_ORDER, _order_of_finite(x, HALF))
 
@@ -116,7 +117,7 @@ def _segment_key(order, chunk, WIDE: tl.constexpr):
 
 @triton.jit
 def _word_keys(word, at, WIDE: tl.constexpr, LOG_R: tl.constexpr, LOG_T: tl.constexpr):
-    """Return the _segment_key of words at these places."""
+    """Return the _segment_key of each word, given its place `at`."""
     R: tl.constexpr = 1 << LOG_R
     T: tl.constexpr = 1 << LOG_T
     HALF_WORD: tl.constexpr = 32 if WIDE else 16
@@ -127,14 +128,14 @@ def _word_keys(word, at, WIDE: tl.constexpr, LOG_R: tl.constexpr, LOG_T: tl.cons
 
 @triton.jit
 def _halved(low, high, middle, n, kappa):
-    """Halve the search interval of a threshold that kappa keys reach; n keys reach `middle`."""
+    """Halve the search interval for a threshold that kappa keys reach. n keys reach `middle`."""
     high = tl.where(n > kappa, high, tl.where(n == kappa, middle, middle - 1))
     return tl.where(n >= kappa, middle, low), high
 
 
 @triton.jit
 def _reached_by(keys, kappa, low, high):
-    """Return a threshold in [low, high] that kappa keys reach (more if keys tie); kappa must reach low."""
+    """Return a threshold in [low, high] that kappa keys reach, more in a tie. kappa keys must reach low."""
     while low < high:
         middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up, without overflow
         low, high = _halved(low, high, middle, tl.sum((keys >= middle).to(tl.int32), 0), kappa)
@@ -143,7 +144,7 @@ def _reached_by(keys, kappa, low, high):
 
 @triton.jit
 def _scattered(N: tl.constexpr):
-    """Return 0 to N - 1, but keep accesses unvectorized: a lane reads every 32nd value, as it wrote them."""
+    """Return 0 to N - 1 for unvectorized accesses: each lane reads the values that it wrote, every 32nd."""
     return tl.max_contiguous(tl.arange(0, N), 1)
 
 
@@ -151,7 +152,7 @@ def _scattered(N: tl.constexpr):
 def _reaching(
     words_ptr, start, least, KEYS: tl.constexpr, WIDE: tl.constexpr, LOG_R: tl.constexpr, LOG_T: tl.constexpr
 ):
-    """Return the places of a block's words and whether each word (its key, if KEYS) reaches `least`."""
+    """Return the places of a block's words, and whether each word (or its key, if KEYS) reaches `least`."""
     at_T = start + _scattered(1 << LOG_T)
     word_T = tl.load(words_ptr + at_T)
     if KEYS:
@@ -176,7 +177,7 @@ def _list(
     words_ptr, list_ptr, n_words, least, n_T, KEYS: tl.constexpr,
     WIDE: tl.constexpr, LOG_R: tl.constexpr, LOG_T: tl.constexpr,
 ):  # fmt: skip
-    """Write the places of the words that reach `least`. n_T: the result of _count."""
+    """Write the places of the words that reach `least`. n_T is the result of _count."""
     slot_T = tl.cumsum(n_T, 0) - n_T
     for start in tl.range(0, n_words, 1 << LOG_T):
         at_T, hit_T = _reaching(words_ptr, start, least, KEYS, WIDE, LOG_R, LOG_T)
@@ -201,9 +202,9 @@ def _best_segments(
     list_ptr, words_ptr, n_words, kappa,
     WIDE: tl.constexpr, LOG_K: tl.constexpr, LOG_L: tl.constexpr, LOG_R: tl.constexpr, LOG_T: tl.constexpr,
 ):  # fmt: skip
-    """Return (K,) keys, of which the first kappa are those of the best segments, in any order.
+    """Return keys (K,). The first kappa are those of the best segments, in any order.
 
-    The T thread maxima follow the words in memory.
+    The maxima of the T threads follow the words in memory.
     """
     order_T = _word_order(tl.load(words_ptr + n_words + _scattered(1 << LOG_T)), WIDE)
     if not WIDE:
@@ -243,7 +244,7 @@ def _best_segments(
 
 @triton.jit
 def _elements(row_ptr, chunks, offs_e, live, V, HALF: tl.constexpr):
-    """Load order and id of the chunks' elements in a new last dimension. Missing elements rank lowest."""
+    """Load order and id of the chunks' elements into a new last dimension. Missing elements rank lowest."""
     id_E = chunks[:, None] * offs_e.shape[0] + offs_e[None, :]
     inside = live[:, None] & (id_E < V)
     x_E = tl.load(row_ptr + id_E, mask=inside, other=0.0).to(tl.float32)
@@ -252,7 +253,7 @@ def _elements(row_ptr, chunks, offs_e, live, V, HALF: tl.constexpr):
 
 @triton.jit
 def _best_of(order, ids):
-    """Return the highest order and the lowest id that has it."""
+    """Return the highest order, and the lowest id with this order."""
     best = tl.max(order, 0)
     return best, tl.min(tl.where(order == best, ids, _NO_ID), 0)
 
@@ -281,10 +282,10 @@ def _best_elements(
     )
     id_K = chunk_K * E + e_K
 
-    # Bounds of a segment's other elements: the highest order and, with that order, the lowest id.
+    # Bounds of each segment's other elements: the highest order, and the lowest id with this order.
     bound_K = tl.where(live_K, second_K, _LOWEST_32)
     bound_id_K = tl.where(live_K, 0, _NO_ID)
-    last_order_K = order_K  # the worst element used of each segment
+    last_order_K = order_K  # of each segment, the last element used
     last_id_K = id_K
     order_K = tl.where(live_K, order_K, _HIGHEST_32)  # padding is never the worst
     worst = tl.min(order_K, 0)

@@ -1,20 +1,20 @@
 """The split kernel: PARTS programs share a row, and each logit is read once (docs/kernels.md).
 
-Each program holds its part in registers. Programs exchange statistics and the logits of support and token as
-32-bit words. A word is written once and polled until it differs from POISON, so no memory fence is needed.
+Each program holds its part in registers. The programs exchange their statistics and the logits of support and
+token as 32-bit words. A word is written once and polled until it differs from POISON, without a memory fence.
 
 There is no deadlock: a program waits only for the other programs of its row, which have consecutive numbers.
-GPUs start programs in the order of their numbers; CUDA does not promise this, but CUB's scans rely on it,
-too. A wait ends after PATIENCE polls; missing words are then NaN. A program reads and writes only its part,
-so the gradient may overwrite the logits. PHASE 0 is the whole computation. Triton's interpreter runs programs
-one after the other and needs two launches: PHASE 1 ends at the exchange, PHASE 2 starts there.
+GPUs start programs in the order of their numbers. CUDA does not promise this, but CUB's scans rely on it,
+too. A wait ends after _PATIENCE polls, and missing words are then NaN. A program reads and writes only its
+part, so the gradient may overwrite the logits. PHASE 0 is the whole computation. Triton's interpreter runs
+programs one after the other and needs two launches: PHASE 1 ends at the exchange, and PHASE 2 starts there.
 
-Measured with Triton 3.6, as a share of the speed of copying bf16 logits at V = 151,936: 97% on an H100 and
-87% on an H200; without the prefetch 96% and 79%. Prefetch distances of 66 to 198 programs are equally fast,
-396 is too far. Slower on the H200: persistent programs that load the next row while they store (78%), parts
-of eight warps (85%), and five parts (85 to 88%, but less with the default settings).
+With Triton 3.6 and bf16 logits at V = 151,936, the speed is 97% of that of a copy on an H100 and 87% on an
+H200. Without the prefetch it is 96% and 79%. Prefetch distances of 66 to 198 programs are equally fast, but
+396 is too far. These were not better on the H200: persistent programs that load the next row while they store
+(78%), parts of eight warps (85%), and five parts (85 to 88%, but less with the default settings).
 
-Shapes: as in row_kernel; P is PARTS padded to a power of two.
+The shapes are those of row_kernel. P is PARTS padded to a power of two.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from smopd.kernels.triton.terms import (
     token_terms,
 )
 
-POISON = tl.constexpr(-1)  # in fp32 a NaN that arithmetic does not produce
-WORDS = 8  # per part: the statistics h, s, w, padded to a 32-byte sector
+POISON = tl.constexpr(-1)  # as fp32, a NaN that arithmetic does not produce
+WORDS = 8  # words per part: the statistics h, s, w, padded to a 32-byte sector
 _WORDS = tl.constexpr(WORDS)
 _SEGMENT_BITS = tl.constexpr(SEGMENT_BITS)
 _BLOCK_MASK = tl.constexpr((1 << SEGMENT_BITS) - 1)
@@ -62,7 +62,7 @@ def _bits(x):
 
 @triton.jit
 def _larger(a, b, NATIVE: tl.constexpr):
-    """Return the elementwise maximum, ignoring NaN; two 16-bit elements per instruction."""
+    """Return the elementwise maximum, ignoring NaN. One instruction compares two 16-bit elements."""
     if NATIVE and a.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             "max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.bfloat16, is_pure=True, pack=2
@@ -77,7 +77,7 @@ def _larger(a, b, NATIVE: tl.constexpr):
 
 @triton.jit
 def _widen_bounded(x, lowest, NATIVE: tl.constexpr):
-    """Return max(x, lowest) in fp32; NaN stays NaN."""
+    """Return max(x, lowest) in fp32. NaN stays NaN."""
     if NATIVE and x.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             "{ .reg .b32 t; max.NaN.bf16x2 t, $2, $3; shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000; }",
@@ -94,7 +94,7 @@ def _part_top(
     held, skipped_L, scale, BLOCKS: tl.constexpr, R: tl.constexpr, TAIL_R: tl.constexpr,
     L: tl.constexpr, C: tl.constexpr, HOLES: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Return each lane's maximum h over the held blocks; see rows.py."""
+    """Return each lane's maximum h over the held blocks (see rows.py)."""
     top_L = tl.full((L,), NEG_INF, tl.float32)
     if HOLES:
         for i in tl.static_range(BLOCKS):
@@ -117,8 +117,8 @@ def _part_sums(
     held, h_L, skipped_L, scale, BLOCKS: tl.constexpr, R: tl.constexpr, TAIL_R: tl.constexpr,
     L: tl.constexpr, C: tl.constexpr, HOLES: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Return each lane's (h, s, w, h, s) over the held blocks; see rows.py."""
-    lowest = LOWEST / scale  # lower logits are raised to this, so that differences are finite
+    """Return each lane's (h, s, w, h, s) over the held blocks (see rows.py)."""
+    lowest = LOWEST / scale  # smaller logits are raised to this, so that differences are finite
     s_L, w_L = tl.zeros((L,), tl.float32), tl.zeros((L,), tl.float32)
     for i in tl.static_range(BLOCKS):
         x = tl.reshape(_widen_bounded(held[i], lowest, NATIVE), (TAIL_R if i == BLOCKS - 1 else R, L, C))
@@ -153,7 +153,7 @@ def _received(ptr_P, there_P, picked_ptr, TARGET: tl.constexpr, K: tl.constexpr)
 
 @triton.jit
 def _load_part(part_ptr, start, width, SIZE: tl.constexpr, WHOLE: tl.constexpr):
-    """Load SIZE elements from start. Unless WHOLE, elements beyond the part are -inf."""
+    """Load SIZE elements from `start` on. Unless WHOLE, elements beyond the part are -inf."""
     offs = start + tl.arange(0, SIZE)
     if WHOLE:
         return tl.load(part_ptr + offs)
@@ -176,7 +176,7 @@ def _prefetch_part(
     logits_ptr, number, n_rows, stride_n,
     V: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Bring the part of program `number` into the L2 cache, by one instruction of one thread (from sm_90)."""
+    """Prefetch the part of program `number` into the L2 cache: one instruction of one thread (from sm_90)."""
     row = (number // PARTS).to(tl.int64)
     if row < n_rows:
         first = number % PARTS * PART
@@ -210,15 +210,15 @@ def split_kernel(
     WHOLE: tl.constexpr, PHASE: tl.constexpr, CURVED: tl.constexpr, NATIVE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Compute a part of a row. The arguments are those of row_kernel, with one temperature, and:
+    """Compute a part of a row. The arguments are those of row_kernel with one temperature, and also:
 
-    exchange_ptr: WORDS words for each part of each row; then for each row K words of which the first is the
-        token's logit, and K words with the slots' logits.
-    PART: elements of a part; the last part may have fewer. A part has BLOCKS blocks of R L C elements, but
-        its last block has TAIL_R repeats. The first WHOLE blocks are full in every part.
-    AHEAD: program i prefetches the part of program i + AHEAD; 0: none.
+    exchange_ptr: WORDS words for each part of each row. Then follow, for each row, K words of which the first
+        is the token's logit, and K words with the slots' logits.
+    PART: number of elements of a part. The last part may have fewer. A part has BLOCKS blocks of R L C
+        elements, but its last block has TAIL_R repeats. The first WHOLE blocks are full in every part.
+    AHEAD: program i prefetches the part of program i + AHEAD. 0: no prefetch.
     """
-    # One warp polls all words: a barrier in the loop would wait for warps that have left it.
+    # One warp polls all words, because a barrier in the loop would wait for warps that have left it.
     tl.static_assert((P <= 32) & (K <= 32))
     TARGET: tl.constexpr = ids_ptr is not None
     REVERSE: tl.constexpr = reverse_adv_ptr is not None
@@ -277,7 +277,7 @@ def split_kernel(
     adv, old_logp = tl.load(adv_ptr + row), tl.load(old_logp_ptr + row)
     reverse_adv = column(reverse_adv_ptr, row)
 
-    # Publish the logits of token and support, each by the program of its part; part 0 fills empty slots.
+    # Each program publishes those logits of token and support that are in its part. Part 0 fills empty slots.
     stats_ptr = exchange_ptr + row * (PARTS * _WORDS)
     picked_ptr = exchange_ptr + n_rows.to(tl.int64) * (PARTS * _WORDS) + row * (2 * K)
     token_inside = (token_id >= 0) & (token_id < V)
@@ -291,7 +291,7 @@ def split_kernel(
     if PHASE != 2:
         token_x = tl.load(row_ptr + token, mask=token_here, other=float("nan")).to(tl.float32)
         if HOLES:
-            # The other elements of the segments that the lanes' sums skip (target.py).
+            # Load the other elements of the segments that the lanes' sums skip (target.py).
             own_holes_E = tl.where(ids_E // PART == part, holes_E, 0)
             around_E = segments(part_ptr, ids_E % PART, own_holes_E, width, R, L, C, EACH)
         # The maxima hide the latency of these loads.

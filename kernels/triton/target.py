@@ -1,7 +1,7 @@
-"""The target kernel: prepares the sparse targets for the row kernel and the split kernel.
+"""The target kernel prepares the sparse targets for the row kernel and the split kernel.
 
-A program per row (one warp for each 128 slots) joins repeated ids, computes the masses and, for the tail
-bucket, locates the support in the row. An id outside the vocabulary makes its row NaN unless its slot is
+One program per row (one warp per 128 slots) merges repeated ids and computes the masses. For the tail bucket,
+it also locates the support in the row. An id outside the vocabulary makes its row NaN, unless its slot is
 empty.
 
 Shapes: K slots of a target (a power of two), S support entries; R, L and C as in rows.py.
@@ -20,7 +20,7 @@ from smopd.kernels.triton.mixture import teacher_mixture
 from smopd.kernels.triton.rows import LN2, LOG2E, NEG_INF
 from smopd.kernels.types import TAIL_FLOOR, SparseTarget
 
-MAX_SUPPORT = 512  # slots of a target; every pair is compared
+MAX_SUPPORT = 512  # upper limit of slots per target, because every pair is compared
 SEGMENT_BITS = 6  # bits of a block's index: a lane has at most 64 blocks
 _SLOTS_A_WARP = 128
 
@@ -31,7 +31,7 @@ _SEGMENT_BITS = tl.constexpr(SEGMENT_BITS)
 
 @triton.jit
 def _given_target(ids_ptr, logps_ptr, row, V: tl.constexpr, S: tl.constexpr, K: tl.constexpr):
-    """Load int32 ids and log-probabilities; NaN if an id is outside [0, V) and its slot is not empty."""
+    """Load int32 ids and logps. A logp is NaN if its id is outside [0, V) and its slot is not empty."""
     slot_K = tl.arange(0, K)
     ids_K = tl.load(ids_ptr + row * S + slot_K, mask=slot_K < S, other=-1)
     logps_K = tl.load(logps_ptr + row * S + slot_K, mask=slot_K < S, other=NEG_INF).to(tl.float32)
@@ -41,9 +41,9 @@ def _given_target(ids_ptr, logps_ptr, row, V: tl.constexpr, S: tl.constexpr, K: 
 
 @triton.jit
 def _merge_repeats(ids_ptr, logps_ptr, powers_ptr, ids_K, logps_K, is_last_K, S: tl.constexpr):
-    """Return the log of each id's total mass at its last slot, -inf at its other slots.
+    """Return the log of each id's total mass at the id's last slot, and -inf at its other slots.
 
-    ids_ptr: the row's ids_K; powers_ptr: scratch for K numbers.
+    ids_ptr points to the row's ids_K, and powers_ptr to scratch for K numbers.
     """
     slot_K = tl.arange(0, ids_K.shape[0])
     top_K = logps_K  # the largest log-probability of an id
@@ -63,14 +63,14 @@ def _merge_repeats(ids_ptr, logps_ptr, powers_ptr, ids_K, logps_K, is_last_K, S:
 def segments(
     row_ptr, ids_E, holes_E, length, R: tl.constexpr, L: tl.constexpr, C: tl.constexpr, EACH: tl.constexpr
 ):
-    """Load the elements of the segments that the lanes skip; -inf for the support and for padding.
+    """Load the elements of the segments that the lanes skip. Support and padding are -inf.
 
     A slot has EACH elements, so ids_E and holes_E repeat its values. length: number of elements of the row.
     """
     element_E = tl.arange(0, ids_E.shape[0]) % EACH
     start_E = (ids_E // (R * L * C)) * (R * L * C) + ((ids_E // C) % L) * C
     offs_v = start_E + (element_E // C) * (L * C) + element_E % C
-    # Limit the shift for padding: shifts by 32 or more are undefined.
+    # Limit the shift for padding, because shifts by 32 or more are undefined.
     is_hole_E = (holes_E >> tl.minimum(element_E, R * C - 1)) & 1
     wanted_E = (holes_E > 0) & (is_hole_E == 0) & (offs_v < length) & (element_E < R * C)
     return tl.load(row_ptr + offs_v, mask=wanted_E, other=NEG_INF).to(tl.float32)
@@ -86,8 +86,8 @@ def _target_kernel(
 ):  # fmt: skip
     """Prepare a row. holes_ptr is None if there is no tail bucket.
 
-    out_id_logps_ptr is None if it would equal out_logps_ptr. All slots are compared with one slot at a time:
-    ids with ids, segments with segments. The outputs first serve as scratch for the values to compare.
+    out_id_logps_ptr is None if its values would equal those of out_logps_ptr. One slot at a time is compared
+    with all slots, by id and by segment. The outputs first serve as scratch for the values to compare.
     """
     HOLES: tl.constexpr = holes_ptr is not None
     SHARED: tl.constexpr = PART < V
@@ -114,7 +114,7 @@ def _target_kernel(
         codes_ptr = holes_ptr + row * K
         tl.store(codes_ptr + slot_K, code_K)
     same_K = slot_K  # becomes the last slot with the same id
-    bits_K = tl.zeros((K,), tl.int32)  # support elements in the same segment
+    bits_K = tl.zeros((K,), tl.int32)  # bits of the support elements in the same segment
     tl.debug_barrier()
     if HOLES:
         for j in tl.range(0, S, loop_unroll_factor=_UNROLL):
@@ -141,7 +141,7 @@ def _target_kernel(
         tl.store(out_id_logps_ptr + offs_K, id_logps_K)
     tl.store(masses_ptr + row, tl.sum(tl.exp2(logps_K * LOG2E), 0))
     if HOLES:
-        # In fp64 against cancellation. Repeated ids were merged in fp32.
+        # Computed in fp64 to avoid cancellation. Repeated ids were merged in fp32.
         tail_q = (1.0 - tl.sum(tl.exp2(logps_K.to(tl.float64) * LOG2E), 0)).to(tl.float32)
         tl.store(masses_ptr + n_rows + row, tl.where(tail_q >= _TAIL_FLOOR, tail_q, 0.0))
         holds_K = live_K & is_last_K & ((bits_K & -bits_K) == 1 << element_K)  # the segment's first element
@@ -158,15 +158,14 @@ class RowTargets(NamedTuple):
     """Prepared targets with K slots per row. A segment is one lane's part of a block: R C <= 16 elements.
 
     Attributes:
-        ids_NK: ids; unique negative numbers in slots that are empty or NaN.
-        logps_NK: log-probabilities for the KL: of every slot or, with a tail bucket, of every distinct id.
-        id_logps_NK: log-probability of each distinct id, -inf in its other slots; None: same as logps_NK.
+        ids_NK: ids, or unique negative numbers in slots that are empty or NaN.
+        logps_NK: log-probabilities for the KL, one per slot, or one per distinct id with a tail bucket.
+        id_logps_NK: log-probability of each distinct id, -inf in its other slots. None if it equals logps_NK.
         masses_2N: mass of the target and, with a tail bucket, of the tail.
-        holes_NK: only with a tail bucket. Bits of the support elements of a segment, at one slot per segment;
-            0 in the other slots.
-        skipped_NL: only with a tail bucket. (N, L): for each lane, a bit per block whose segment it skips. If
-            programs share a row, (N, K): index of the segment, with the block in the low SEGMENT_BITS, or -1
-            where holes_NK is 0.
+        holes_NK: only with a tail bucket. Bits of a segment's support elements in one slot, 0 in the others.
+        skipped_NL: only with a tail bucket. (N, L): for each lane, a bit for each block whose segment it
+            skips. If programs share a row, (N, K): the segment's index with the block in the low
+            SEGMENT_BITS, or -1 where holes_NK is 0.
     """
 
     ids_NK: Tensor

@@ -1,4 +1,4 @@
-"""A token's terms of the loss from the statistics of its row; see reference/loss.py."""
+"""The terms of a token's loss, computed from the statistics of its row (see reference/loss.py)."""
 
 import triton
 import triton.language as tl
@@ -26,7 +26,7 @@ _CLIP_REVERSE_HIGH = tl.constexpr(types.CLIP_REVERSE_HIGH)
 
 @triton.jit
 def load_weights(pg_weight_ptr, kl_weight_ptr, ent_weight_ptr, reverse_weight_ptr, row, there):
-    """Load the pg, KL, entropy and reverse weights of a token; 0 for a column that is not given."""
+    """Load the pg, KL, entropy and reverse weights of a token. A column that is not given counts as 0."""
     pg_weight = tl.load(pg_weight_ptr + row)
     kl_weight = tl.load(kl_weight_ptr + row, mask=(there & _KL_WEIGHT) != 0, other=0.0)
     ent_weight = tl.load(ent_weight_ptr + row, mask=(there & _ENT_WEIGHT) != 0, other=0.0)
@@ -48,7 +48,7 @@ def store_zeros(terms_ptr, clipped_ptr, row, n_rows):
 
 @triton.jit
 def store_terms(terms_ptr, clipped_ptr, row, n_rows, kl, masses, token):
-    """Store a token's terms. masses: the teacher's and student's on the support; token: from token_terms."""
+    """Store a token's terms. masses: of teacher and student on the support. token: result of token_terms."""
     logp, entropy, surrogate, _, reverse, _, clipped = token
     tl.store(terms_ptr + row, logp)
     tl.store(terms_ptr + n_rows + row, entropy)
@@ -88,7 +88,7 @@ def token_terms(
 ):  # fmt: skip
     """Return logp, entropy, surrogate, its slope in logp, the reverse term, its slope, and the clip bits."""
     h, s, w = whole[0], whole[1], whole[2]
-    # In fp64: the log ratio is a small difference of numbers of about 10.
+    # In fp64, because the log ratio is a small difference of numbers of about 10.
     logp = (token_x.to(tl.float64) * scale - finite(h) - tl.log2(s)) * LN2
     entropy = (tl.log2(s) - w / s) * LN2
     raw = tl.where((there & _OLD_LOGP) != 0, (logp - old_logp).to(tl.float32), 0.0)
@@ -112,13 +112,13 @@ def loss_slopes(
 
 @triton.jit
 def _larger(a, b):
-    """Return the maximum. The arguments share a factor: if one is NaN, both are, and so is the result."""
+    """Return the maximum. The arguments share a factor, so if one is NaN, both are, and so is the result."""
     return tl.where(a >= b, a, b)
 
 
 @triton.jit
 def _policy_terms(raw, adv, reverse_adv, low, high, dual_clip, ppo, REVERSE: tl.constexpr):
-    """Return surrogate, its slope in logp, reverse term, its slope, clip bits. dual_clip: inf if off."""
+    """Return surrogate, its slope in logp, reverse term, its slope, clip bits. If off, dual_clip is inf."""
     bound: tl.constexpr = _LOG_RATIO_BOUND
     saturated = tl.abs(raw) > bound
     ratio = tl.exp2(tl.where(raw > bound, bound, tl.where(raw < -bound, -bound, raw)) * LOG2E)

@@ -1,10 +1,10 @@
-"""Top-kappa with log-probabilities: one kernel streams the vocabulary, a second one selects (select.py).
+"""Top-kappa with log-probabilities: one kernel streams the vocabulary, and a second one selects (select.py).
 
-Each thread keeps its maximum and its sum of exponentials, and stores a word for each block (64 bits for fp32
-logits, else 32). The first kernel's loop over blocks needs no communication between threads.
+In the first kernel, each thread keeps its maximum and its sum of exponentials, and stores a word for each
+block (64 bits for fp32 logits, else 32). The loop over blocks needs no communication between threads.
 
 Shapes: N rows, V vocabulary, S support entries (kappa). In kernels: R rounds of a block, T threads, E
-elements of a chunk (16 bytes, read at once); chunk c holds the ids c * E to c * E + E - 1.
+elements of a chunk (16 bytes, read at once). Chunk c holds the ids c * E to c * E + E - 1.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from smopd.kernels.triton.select import listed_log, segment_words, select_kernel
 from smopd.kernels.types import TopK
 
 MAX_KAPPA = 128
-MAX_VOCAB = 1 << 19  # a 32-bit key holds 16 bits of value and 16 of chunk, with 8 elements per chunk
-SCRATCH_BYTES = 64 << 20  # for the words that pass between the two kernels; more rows take more launches
-LOG_THREADS = 7  # of the stream kernel
-LOG_SLOTS = 4  # kappa is padded to at least 2^4: fewer variants to compile
+MAX_VOCAB = 1 << 19  # a 32-bit key has 16 bits for a chunk's number, and the chunk has 8 elements
+SCRATCH_BYTES = 64 << 20  # for the words between the two kernels. More rows need more launches
+LOG_THREADS = 7  # log2 of the threads of the stream kernel
+LOG_SLOTS = 4  # kappa is padded to at least 2^4, so that fewer variants are compiled
 
 _LOWEST_32 = tl.constexpr(-(2**31))
 _LOWEST_64 = tl.constexpr(-(2**63))
 _LOG2_E = tl.constexpr(math.log2(math.e))
-_FAR = tl.constexpr(2.0**100)  # maxima are clamped to this, so that offsets stay finite
-_LOW = tl.constexpr(-(2.0**30))  # and raised to this: rounding larger products could give infinite powers
-_COARSE = tl.constexpr(2.0**23)  # fp32 rounds larger offsets to whole numbers: sum such rows in a second pass
+_FAR = tl.constexpr(2.0**100)  # upper limit of maxima, so that offsets stay finite
+_LOW = tl.constexpr(-(2.0**30))  # lower limit of maxima: rounding larger products could give infinite powers
+_COARSE = tl.constexpr(2.0**23)  # fp32 rounds larger offsets to integers, so such rows are summed again
 
 
 @triton.jit
@@ -43,10 +43,10 @@ def _halving_sum(x, LOG_N: tl.constexpr, AXIS: tl.constexpr):
 
 @triton.jit
 def _scaled_shift(max_T, scale):
-    """Return the offset of the exponents for this maximum, finite so that masked elements add 0.
+    """Return the offset of the exponents for this maximum. It is finite, so that masked elements add 0.
 
-    The fma with 0 rounds the product. The compiler could fuse a plain product, unrounded, into a difference;
-    then the offset minus itself would not be 0.
+    The fma with 0 rounds the product. The compiler could fuse a plain product into a difference without
+    rounding. The offset minus itself would then not be 0.
     """
     return tl.fma(tl.clamp(max_T, _LOW, _FAR), scale, 0.0)
 
@@ -57,7 +57,7 @@ def _segment(
     WORDS: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
     LOG_R: tl.constexpr, LOG_T: tl.constexpr, LOG_E: tl.constexpr,
 ):  # fmt: skip
-    """Add a block to the threads' statistics; also return the threads' words of this block."""
+    """Add a block to the threads' statistics. Return them and the threads' words of this block."""
     R: tl.constexpr = 1 << LOG_R
     T: tl.constexpr = 1 << LOG_T
     peak_RT = tl.max(x_RTE, 2)
@@ -69,7 +69,7 @@ def _segment(
     sum_T = tl.fma(sum_T, tl.exp2(_scaled_shift(max_T, scale) - shift_T), new_sum_T)
     word_T = best_T
     if WORDS:
-        # The maximum ignores NaN, the sum does not.
+        # The maximum ignores NaN, but the sum does not.
         word_T = segment_words(peak_RT, mass_RT != mass_RT, HALF, WIDE, LOG_R, LOG_T)
         best_T = tl.maximum(best_T, word_T)
     return new_max_T, sum_T, best_T, word_T
@@ -80,7 +80,7 @@ def _log_sum(row_ptr, V, max_T, sum_T, scale, LOG_T: tl.constexpr, BLOCK: tl.con
     """Return the row's maximum and the log of its sum of exp((x - maximum) / temperature).
 
     The threads sum 2^(x scale - shift). Because of rounding, the maximum's own summand is 2^residual instead
-    of 1. This is corrected, so that the log is 0 in a row with a single finite logit.
+    of 1. The sum is corrected, so that its log is 0 in a row with a single finite logit.
     """
     row_max = tl.max(max_T, 0)
     shift = _scaled_shift(row_max, scale)
@@ -155,7 +155,7 @@ def _stream_kernel(
 
 
 def unserved(op: str, tensor: Tensor, *, kappa: int, n_vocab: int | None = None) -> str | None:
-    """Return why topk_logprobs cannot be computed here, or None. n_vocab: if `tensor` is not the logits."""
+    """Return why this backend rejects the call, or None. n_vocab is given if `tensor` is not the logits."""
     n_vocab = tensor.shape[-1] if n_vocab is None else n_vocab
     if kappa > MAX_KAPPA:
         return f"kappa is {kappa}, expected at most {MAX_KAPPA}"

@@ -19,7 +19,7 @@ SUMS = ("pg_loss", "kl_loss", "entropy", "reverse_loss")
 
 @triton.jit
 def _products(value_ptr, weight_ptr, offs_n, n_rows):
-    """Return weight * value of a block of tokens in fp64; 0 without a weight."""
+    """Return weight * value of a block of tokens in fp64, or 0 without a weight."""
     if weight_ptr is None:
         return tl.zeros(offs_n.shape, tl.float64)
     else:

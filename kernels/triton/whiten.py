@@ -1,7 +1,8 @@
 """Whitening of advantages (Eq. 3) in fp64, from moments that each program stored in a slot.
 
 Every program merges all slots by Chan's rule in the same order. So no atomics are needed, and repeated runs
-give equal bits. With several ranks, a launch merges each rank's slots; one all-reduce collects the results.
+give equal bits. With several ranks, a launch merges those of each rank, and an all-reduce collects the
+results.
 
 Shapes: R responses, P slots, W ranks.
 """
@@ -64,7 +65,6 @@ def store_moments(
 
 @triton.jit
 def _merged(moments_ptr, n_slots, BLOCK: tl.constexpr):
-    """Merge the moments of all slots."""
     count = tl.zeros((), tl.float64)
     mean = tl.zeros((), tl.float64)
     m2 = tl.zeros((), tl.float64)
@@ -94,7 +94,7 @@ def _samples(
     adv_ptr, kept_ptr, lengths_ptr, stride_lengths, offs_r, n_responses,
     TOKENS: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
-    """Load the advantages and the number of samples of each, 0 for an infinite advantage."""
+    """Load the advantages and each one's number of samples, which is 0 for an infinite advantage."""
     inside_R = offs_r < n_responses
     adv_R = tl.load(adv_ptr + offs_r, mask=inside_R, other=0.0)
     count_R = inside_R.to(tl.float64)
@@ -122,7 +122,7 @@ def _whiten_kernel(
     if TOKENS:
         scale = tl.sqrt(variance + _TOKEN_VAR_EPS)
     else:
-        # With variance 0 the numerator is 0 too.
+        # With variance 0, the numerator is 0, too.
         scale = tl.sqrt(variance) + norm_eps
         scale = tl.where(scale > 0.0, scale, 1.0)
     white_R = tl.where(count_R > 0.0, tl.where(count > 1.0, (adv_R - mean) / scale, 0.0), 0.0)
@@ -140,7 +140,7 @@ def whiten_(
 ) -> None:
     """Whiten the fp64 adv_R into out_R. adv_R is infinite for a response that no reward scored.
 
-    lengths_R: samples of each response; None: one. moments_P3: number, mean and sum of squared deviations of
+    lengths_R: samples of each response (None: 1). moments_P3: number, mean and sum of squared deviations of
     disjoint parts of the samples. process_group: ranks to whiten over.
     """
     n_responses, n_slots = adv_R.shape[0], moments_P3.shape[0]

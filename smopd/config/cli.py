@@ -22,6 +22,7 @@ from smopd.engine.files import DamagedFile
 from smopd.names import nearest
 
 COMMAND_LINE = "command line"
+O = TypeVar("O", bound="Selection")
 _INTRODUCTION = (
     "Train a language model on several rewards: one teacher per reward, then a student of all. "
     "Settings come from the recipe. Override any of them by its dotted path, with values as in YAML: "
@@ -88,9 +89,6 @@ def parse(argv: list[str]) -> Command:
     return Command(settings=settings, arguments=tuple(argv), **vars(options))
 
 
-O = TypeVar("O", bound=Selection)
-
-
 def read_options(
     options: type[O], argv: list[str], program: str, about: str | None = None
 ) -> tuple[O, dict[str, list[str]]]:
@@ -138,11 +136,8 @@ def read_settings(
         raise Mistakes(wrong + explain(error, origin)) from None
     names = list(settings.runs)
     wrong += check(settings, origin)
-    wrong += [
-        f"{COMMAND_LINE}: --only: {name!r} is not a run{nearest(name, names)}; there are {names}"
-        for name in only
-        if name not in names
-    ]
+    for name in (each for each in only if each not in names):
+        wrong += [f"{COMMAND_LINE}: --only: {name!r} is not a run{nearest(name, names)}; there are {names}"]
     if wrong:
         raise Mistakes(wrong)
     return settings

@@ -15,14 +15,7 @@ from smopd.config.settings import SHARED, Settings
 from smopd.names import nearest
 
 Schema = dict[str, Any]
-_KINDS = {
-    "integer": "integer",
-    "number": "number",
-    "string": "text",
-    "boolean": "true|false",
-    "null": "null",
-    "object": "a section",
-}
+_KINDS = {"string": "text", "boolean": "true|false", "object": "a section"}
 _BOUNDS = {
     "minimum": ">= {:g}",
     "exclusiveMinimum": "> {:g}",
@@ -92,7 +85,8 @@ def kind(schema: Schema) -> str:
     if "items" in schema:
         text = "[" + ("a section" if "$ref" in schema["items"] else kind(schema["items"])) + ", ...]"
     else:
-        text = schema.get("format") or _KINDS.get(schema.get("type", ""), "anything")
+        named: str = schema.get("type", "anything")
+        text = schema.get("format") or _KINDS.get(named, named)
     bounds = [words.format(schema[name]) for name, words in _BOUNDS.items() if name in schema]
     return " ".join([text, ", ".join(bounds)]).strip()
 

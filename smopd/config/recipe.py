@@ -186,8 +186,7 @@ def parse_value(text: str) -> Any:
 
 def write_yaml(settings: Settings, *, public: bool = False) -> str:
     """Return all settings as YAML that reads back equal; `public` redacts secrets."""
-    values = settings.model_dump()
-    values = redacted(values) if public else values
+    values = redacted(settings.model_dump()) if public else settings.model_dump()
     return yaml.dump(
         values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100, default_flow_style=None
     )

@@ -14,15 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
-from smopd.engine.settings import (
-    REQUEST_SECONDS,
-    Dtype,
-    ImportPath,
-    Section,
-    TrainSettings,
-    Vllm,
-    WeightTransport,
-)
+from smopd.engine import settings as engines
+from smopd.engine.settings import Dtype, ImportPath, Section, TrainSettings, Vllm, WeightTransport
 from smopd.names import STARTUP_SECONDS, is_url
 
 TRAINING_SECONDS = 300.0
@@ -221,7 +214,6 @@ class Log(Section):
     )
     """Where to send metrics. A name, or a function with the signature of `OpensTracker` in
     smopd/record/trackers.py."""
-
     profile: int | None = Field(default=None, ge=1)
     """Step to profile: writes a Chrome trace of each rank to the run folder (open it in ui.perfetto.dev)."""
 
@@ -313,18 +305,14 @@ def _pattern(value: str) -> str:
     return value
 
 
-Share = Annotated[float, Field(gt=0, le=1)]
-Pattern = Annotated[str, AfterValidator(_pattern)]
-
-
 class MergedModel(Section):
     """A model to merge: its task vector relative to the run's `init` is added."""
 
     model: str
     """An earlier run of this recipe, a path, a hub id, or a LoRA adapter folder."""
-    keep: list[Share] = Field(default=[1.0], min_length=1)
+    keep: list[Annotated[float, Field(gt=0, le=1)]] = Field(default=[1.0], min_length=1)
     """Share of each tensor's changes to keep, largest magnitudes first. The guard tries every value given."""
-    exclude: list[Pattern] = Field(default=[""], min_length=1)
+    exclude: list[Annotated[str, AfterValidator(_pattern)]] = Field(default=[""], min_length=1)
     """Regular expression of tensor names to leave unchanged, such as `self_attn|embed`; empty: none. The
     guard tries every value given."""
     reward: str | None = None
@@ -436,7 +424,7 @@ class Settings(Section):
         urls = [*self.rollout.urls, *filter(is_url, taught)]
         servers = len(",".join(urls).split(",")) if urls else 0
         reward = 2 * self.scoring.deadline_seconds + STARTUP_SECONDS  # a second try restarts the worker
-        alone = max(reward, REQUEST_SECONDS * (servers + 1) if servers else 0.0)
+        alone = max(reward, engines.REQUEST_SECONDS * (servers + 1) if servers else 0.0)
         if self.rollout.environment is not None:
             alone += STARTUP_SECONDS + self.rollout.turns * self.rollout.environment_seconds
         return max(TRAINING_SECONDS, alone + 60.0)

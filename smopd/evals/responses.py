@@ -45,12 +45,11 @@ def spread(groups: Sequence[str], limit: int) -> list[int]:
         for group, found in members.items()
         for rank in range(len(found))
     )
-    counts = Counter(group for *_, group in seats[:limit])
-    return sorted(
-        members[group][(2 * i + 1) * len(members[group]) // (2 * count)]
-        for group, count in counts.items()
-        for i in range(count)
-    )
+    chosen: list[int] = []
+    for group, count in Counter(group for *_, group in seats[:limit]).items():
+        found = members[group]
+        chosen += [found[(2 * i + 1) * len(found) // (2 * count)] for i in range(count)]
+    return sorted(chosen)
 
 
 def given_responses(given: str, suite: Suite, whole: Sequence[Item]) -> tuple[Suite, list[Response]]:
@@ -122,11 +121,10 @@ def sampler(command: Evaluation, items: Sequence[Item]) -> Callable[[], list[Res
     config, end_ids = describe(path, tokenizer)
     chats = [tuple(item.messages) for item in items]
     prompts = tokenize_prompts(chats, tokenizer, f"--model {path}")
-    limit = command.max_prompt_tokens
-    cut = [limit is not None and len(prompt) > limit for prompt in prompts]
-    if limit is not None:
-        prompts = [prompt[-limit:] for prompt in prompts]
-    longest = max(len(prompt) for prompt in prompts)
+    limit = command.max_prompt_tokens or max(map(len, prompts))
+    cut = [len(prompt) > limit for prompt in prompts]
+    prompts = [prompt[-limit:] for prompt in prompts]
+    longest = max(map(len, prompts))
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and longest + command.max_new_tokens > positions:
         why = f"the model has {positions} positions and the longest prompt {longest} tokens"
@@ -163,10 +161,6 @@ def _engine(command: Evaluation, end_ids: tuple[int, ...], longest: int) -> Roll
 
     if 0 < command.temperature < LOWEST_TEMPERATURE:
         raise ValueError(f"--temperature is {command.temperature}, expected 0 or >= {LOWEST_TEMPERATURE}")
-    engine_kwargs = {
-        "dtype": str(dtype).removeprefix("torch."),
-        "max_model_len": longest + command.max_new_tokens,
-        "gpu_memory_utilization": GPU_SHARE if on_gpu else None,
-        "enable_sleep_mode": False,
-    }
-    return VllmRollout(path, end_ids, Vllm(placement="process", engine_kwargs=engine_kwargs))
+    kwargs = {"dtype": str(dtype).removeprefix("torch."), "max_model_len": longest + command.max_new_tokens}
+    kwargs |= {"gpu_memory_utilization": GPU_SHARE if on_gpu else None, "enable_sleep_mode": False}
+    return VllmRollout(path, end_ids, Vllm(placement="process", engine_kwargs=kwargs))

@@ -41,10 +41,8 @@ class Rlla(Suite):
         prompts, truths = [item.messages for item in self.items], self.truths()
         accuracies = accuracy_reward(prompts, responses, ground_truth=truths)
         formats = format_reward(prompts, responses, ground_truth=truths)
-        return [
-            {"accuracy": accuracy, "format": form, "mean": accuracy + form}
-            for accuracy, form in zip(accuracies, formats, strict=True)
-        ]
+        pairs = zip(accuracies, formats, strict=True)
+        return [{"accuracy": accuracy, "format": form, "mean": accuracy + form} for accuracy, form in pairs]
 
     def summary(self, groups: Sequence[str], scores: Sequence[Scores]) -> dict[str, float | None]:
         accuracy = sum(score["accuracy"] for score in scores) / len(scores)

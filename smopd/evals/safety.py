@@ -18,17 +18,15 @@ BENCHMARKS = {"hh": "HH-RLHF", "pku": "PKU-SafeRLHF", "alpaca": "Alpaca"}  # the
 FILES = {"hh": "hh_rlhf_test.jsonl.gz", "pku": "pku_saferlhf_test.jsonl.gz"}
 FILES["alpaca"] = "alpaca_prompt_only_test.jsonl.gz"
 SCORES = ("useful", "harmless")
+_PARTS = {"useful": "U.", "harmless": "H.", "avg": "Avg"}
+_HEADINGS = {
+    f"{group}_{part}": f"{name} {heading}"
+    for group, name in BENCHMARKS.items()
+    for part, heading in _PARTS.items()
+}
+_HEADINGS |= {"useful": "Useful", "harmless": "Harmless", "overall": "Overall Avg"}
 # tab:safe_align and tab:gate_safe have all columns, tab:anchor_ablation and tab:opd_ablation only the last 3.
-COLUMNS = (
-    *(
-        Column(f"{group}_{key}", f"{name} {heading}", digits=3)
-        for group, name in BENCHMARKS.items()
-        for key, heading in (("useful", "U."), ("harmless", "H."), ("avg", "Avg"))
-    ),
-    Column("useful", "Useful", digits=3),
-    Column("harmless", "Harmless", digits=3),
-    Column("overall", "Overall Avg", digits=3),
-)
+COLUMNS = tuple(Column(key, heading, digits=3) for key, heading in _HEADINGS.items())
 
 ScoreFunction = Callable[[Sequence[Sequence[Message]], Sequence[str]], Sequence["float | None"]]
 """Maps chats and one response each to scores. Higher is better; None means no score."""

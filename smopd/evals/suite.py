@@ -86,12 +86,9 @@ class Suite(Protocol):
             return {}
         with file.open(newline="") as lines:
             rows = {row.pop("responses"): row for row in csv.DictReader(lines)}
+        scales = {column.key: column.scale for column in self.columns}
         return {
-            label: {
-                column.key: round(float(row[column.key]) / column.scale, 6)
-                for column in self.columns
-                if row.get(column.key)
-            }
+            label: {key: round(float(row[key]) / scale, 6) for key, scale in scales.items() if row.get(key)}
             for label, row in rows.items()
         }
 

@@ -33,10 +33,8 @@ class Policy(Client):
     async def get_response(self, prompt: Sequence[Any], *_: Any, **__: Any) -> Response:
         self.prompts.put_nowait(prompt)
         text = await self.responses.get()
-        calls = [_call(f"call_{i}", found) for i, found in enumerate(CALL.findall(text))]
-        message = ResponseMessage(
-            content=text, tool_calls=calls or None, finish_reason="stop", is_truncated=False
-        )
+        calls = [_call(f"call_{i}", found) for i, found in enumerate(CALL.findall(text))] or None
+        message = ResponseMessage(content=text, tool_calls=calls, finish_reason="stop", is_truncated=False)
         return Response(id="", created=0, model=MODEL, message=message)
 
     async def unread(self) -> list[Any] | None:

@@ -41,8 +41,7 @@ class Metrics:
 
     def total(self, name: str, value: Tensor | float) -> None:
         """Add a value to a sum."""
-        value = torch.as_tensor(value, dtype=torch.float64).cpu()
-        self._totals[name] = self._totals.get(name, 0) + value
+        self._totals[name] = self._totals.get(name, 0) + torch.as_tensor(value, dtype=torch.float64).cpu()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -87,7 +86,6 @@ def profiled(folder: Path, step: int | None, done: int) -> Iterator[Callable[[],
     trace = folder / f"trace_step_{step}_rank_{distributed.rank()}.json.gz"
     before = step - done - 1
     schedule = profiler.schedule(wait=max(before - 1, 0), warmup=min(before, 1), active=1, repeat=1)
-
     folder.mkdir(parents=True, exist_ok=True)
     write = methodcaller("export_chrome_trace", str(trace))
     with profiler.profile(schedule=schedule, on_trace_ready=write) as profile:

@@ -83,14 +83,11 @@ class Progress:
         self._first = start_step + 1
         self._fields: dict[str, str] = {}
         self._live = sys.stdout.isatty() and console().is_terminal and not console().is_dumb_terminal
+        one_line = Column(no_wrap=True, overflow="ellipsis", ratio=1)
         self._bars = bars.Progress(
             bars.TextColumn("[bold]{task.description}"),
             bars.BarColumn(12),
-            bars.TextColumn(
-                "{task.fields[shown]}",
-                markup=False,
-                table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1),
-            ),
+            bars.TextColumn("{task.fields[shown]}", markup=False, table_column=one_line),
             console=console(),
             disable=not self._live,
             expand=True,

@@ -96,10 +96,9 @@ class Recorder(AbstractContextManager["Recorder"]):
         for kind in self.settings.log.trackers:
             opens = resolve(kind, TRACKERS)
             try:
-                tracker = opens(self.folder, self.settings.name, self.name, values, start)
+                self._trackers[kind] = opens(self.folder, self.settings.name, self.name, values, start)
             except Exception as error:
                 raise UnusableInput(f"log.trackers {kind}: {type(error).__name__}: {error}") from error
-            self._trackers[kind] = tracker
             self._stack.callback(self._use_tracker, kind, lambda own: own.close())
 
     def flush(self) -> None:
@@ -143,16 +142,9 @@ class Recorder(AbstractContextManager["Recorder"]):
             records = token_records(self.tokenizer, rollout, part(found, own))
             if target is not None:
                 add_teachers(records, self.tokenizer, part(target.topk, own))
-            self.tokens.write(
-                {
-                    "step": result.step,
-                    "teachers": names,
-                    "prompt": batch.prompts[i].content,
-                    "prompt_ids": list(rollout.prompt_ids),
-                    "response_ids": rollout.response_ids.tolist(),
-                    "tokens": records,
-                }
-            )
+            view = {"step": result.step, "teachers": names, "prompt": batch.prompts[i].content}
+            ids = {"prompt_ids": list(rollout.prompt_ids), "response_ids": rollout.response_ids.tolist()}
+            self.tokens.write({**view, **ids, "tokens": records})
 
     def record_evaluation(self, step: int, values: Mapping[str, float | None]) -> None:
         self.evaluated = step
@@ -179,15 +171,9 @@ class Recorder(AbstractContextManager["Recorder"]):
     def _write_samples(self, result: StepResult) -> None:
         batch, rewards = result.batch, result.rewards
         for i, text in enumerate(rewards.texts[: self.settings.log.samples_per_step]):
-            self.samples.write(
-                {
-                    "step": result.step,
-                    "prompt": batch.prompts[i].content,
-                    "response": text,
-                    "rewards": dict(zip(rewards.names, rewards.rewards_RK[i].tolist(), strict=True)),
-                    "advantage": float(result.adv_R[i]),
-                }
-            )
+            sample = {"step": result.step, "prompt": batch.prompts[i].content, "response": text}
+            earned = dict(zip(rewards.names, rewards.rewards_RK[i].tolist(), strict=True))
+            self.samples.write({**sample, "rewards": earned, "advantage": float(result.adv_R[i])})
 
 
 def add_rewards(metrics: Metrics, batch: Batch, rewards: RewardBatch) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, combinations
 from typing import Any
 
@@ -10,7 +10,6 @@ from smopd.report.tables import heading
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 460, 250, 52, 12, 10, 40
 _POINTS = 200  # approximate limit per line
-_DOTS = 12  # a line of at most this many points shows a dot for each
 _SMOOTHED = 20  # a point of an overview curve averages 1/20 of all steps
 _PLANES = 3  # maximum number of charts of one reward against another
 
@@ -102,12 +101,7 @@ def sections(
 
 
 def chart(
-    title: str,
-    x_title: str,
-    curves: Mapping[str, Points],
-    *,
-    ends: bool = False,
-    marks: set[int] | None = None,
+    title: str, x_title: str, curves: Mapping[str, Points], *, ends: bool = False, marks: Iterable[int] = ()
 ) -> list[dict[str, Any]]:
     """Return the chart, or nothing without points. `ends`: dots at both ends of each curve."""
     points = [point for each in curves.values() for point in each]
@@ -116,22 +110,11 @@ def chart(
     x_values, y_values = zip(*points, strict=True)
     x_ticks, x = scale(x_values, _LEFT, _WIDTH - _RIGHT)
     y_ticks, y = scale(y_values, _HEIGHT - _BOTTOM, _TOP)
-    return [
-        {
-            "title": title,
-            "x_title": x_title,
-            "curves": {run: each for run, each in curves.items() if each},
-            "size": (_WIDTH, _HEIGHT),
-            "box": (_LEFT, _TOP, _WIDTH - _RIGHT, _HEIGHT - _BOTTOM),
-            "x": x,
-            "y": y,
-            "x_ticks": x_ticks,
-            "y_ticks": y_ticks,
-            "marks": sorted(marks or ()),
-            "ends": ends,
-            "most_dots": _DOTS,
-        }
-    ]
+    frame = {"size": (_WIDTH, _HEIGHT), "box": (_LEFT, _TOP, _WIDTH - _RIGHT, _HEIGHT - _BOTTOM)}
+    shown = {run: each for run, each in curves.items() if each}
+    texts = {"title": title, "x_title": x_title, "x_ticks": x_ticks, "y_ticks": y_ticks}
+    lines = {"x": x, "y": y, "curves": shown, "marks": sorted(marks), "ends": ends}
+    return [{**frame, **texts, **lines}]
 
 
 def scale(values: Sequence[float], begin: float, end: float) -> tuple[list[float], Callable[[float], float]]:

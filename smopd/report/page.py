@@ -19,7 +19,6 @@ SAMPLED_STEPS = 12  # ours: evenly spaced steps of a run whose samples are shown
 FAINTEST = 0.05  # ours: a token with less strength has no color
 DECIMALS = 12  # ours: smaller values are rounding errors, such as an advantage of 3e-18
 UNLIKELY = 0.1  # ours: probability below which a token is marked
-Labels = Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,7 @@ def write_report(path: str | os.PathLike[str], report: Report) -> None:
     baselines = {run for run, kind in report.kinds.items() if kind == "train"}
     later = any(report.begins.get(run) for run, kind in report.kinds.items() if kind != "train")
     time = "steps, with teachers trained in parallel" if later else "steps"
+    teachers = [labels[name] for name in report.teachers]
     pages = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
     pages.filters |= {"heading": heading, "visible": _visible, "plain": _plain}
     page = pages.get_template("page.html").render(
@@ -74,9 +74,7 @@ def write_report(path: str | os.PathLike[str], report: Report) -> None:
         alarms={run: due for run, lines in report.metrics.items() if (due := alarms_of(lines))},
         starts=list(_starts(report.merges, labels)),
         overview=list(overview(report.metrics, report.rewards, report.begins, time)),
-        sections=list(
-            sections(report.metrics, report.begins, time, [labels[name] for name in report.teachers])
-        ),
+        sections=list(sections(report.metrics, report.begins, time, teachers)),
         marked=lambda token, names: _token(token, [(labels[name], colours[name]) for name in names]),
         samples=[(labels[run], _by_step(lines)) for run, lines in report.samples.items() if lines],
         cell=cell,
@@ -95,7 +93,7 @@ def _best(report: Report) -> dict[str, set[str]]:
     return found
 
 
-def _starts(merges: Mapping[str, Mapping[str, Any]], labels: Labels) -> Iterator[dict[str, Any]]:
+def _starts(merges: Mapping[str, Mapping[str, Any]], labels: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     """Yield a table of the candidates of each guarded start, with the reason for each rejection."""
     for run, found in merges.items():
         if "chosen" not in found:  # the guard was interrupted

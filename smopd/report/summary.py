@@ -54,16 +54,14 @@ def report_of(settings: Settings, folder: Path, rows: Sequence[Row], columns: Se
     runs = {run.name: run for run in plan(settings)}
     needs = {name: {*run.starts, *run.teachers} for name, run in runs.items()}
     steps = count_steps({name: runs[name].steps for name in settings.runs}, needs)
-    costs = {run: (at.own, at.total, duration(seconds.get(run, 0.0))) for run, at in steps.items()}
+    spent = {run: (at.own, at.total, duration(seconds.get(run, 0.0))) for run, at in steps.items()}
+    costs = {run: dict(zip(COSTS, each, strict=True)) for run, each in spent.items()}
     merges = {name: folder / name / "merge.json" for name in settings.runs}
     return Report(
         title=settings.name,
         caption=settings.description,
         facts={"Advantage estimator": estimators(settings), **facts(settings, folder, sum(seconds.values()))},
-        rows=[
-            Row(row.label, row.run, dict(zip(COSTS, costs.get(row.run, ()), strict=False)) | row.values)
-            for row in rows
-        ],
+        rows=[row._replace(values=costs.get(row.run, {}) | row.values) for row in rows],
         held_out=held_out(settings, folder, rows),
         columns=[*COSTS, *columns],
         rewards=[reward.name for reward in settings.rewards],

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 PALETTE = {
@@ -38,10 +38,7 @@ class Row(NamedTuple):
 
 def table(rows: Sequence[Row], columns: Sequence[str]) -> Table:
     """Return a table for a terminal."""
-    result = Table()
-    result.add_column("run")
-    for column in columns:
-        result.add_column(Text(heading(column)), justify="right")
+    result = Table("run", *(Column(Text(heading(column)), justify="right") for column in columns))
     for row in rows:
         result.add_row(Text(row.label), *(cell(row, column) for column in columns))
     return result

@@ -42,13 +42,11 @@ def world_tokenizer(pieces: Sequence[str]) -> PreTrainedTokenizerFast:
     pre-tokenizer and decoder, and added tokens bypass both.
     """
     special = (PAD, UNK, BOS, EOS, SYSTEM, USER, ASSISTANT)
+    names = {"pad_token": PAD, "unk_token": UNK, "bos_token": BOS, "eos_token": EOS}
     tokenizer = Qwen2Tokenizer(
         vocab={token: index for index, token in enumerate(special)},
         merges=[],
-        pad_token=PAD,
-        unk_token=UNK,
-        bos_token=BOS,
-        eos_token=EOS,
+        **names,
         extra_special_tokens=[SYSTEM, USER, ASSISTANT],
         chat_template=WORLD_CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,

@@ -112,14 +112,11 @@ def demonstrations(
 ) -> list[dict[str, str]]:
     """Return n rows with a "completion", of which the share format_rate has the exact format."""
     rng = random.Random(f"toy_world demonstrations {split} {seed}")
-    return [
-        {
-            "prompt": task.prompt,
-            "completion": "".join(in_sloppy_format(*_sloppy_call(task, rng), format_rate, rng)),
-            "ground_truth": task.ground_truth,
-        }
-        for task in _draw_tasks(n, split, rng)
-    ]
+    rows = []
+    for task in _draw_tasks(n, split, rng):
+        answer = "".join(in_sloppy_format(*_sloppy_call(task, rng), format_rate, rng))
+        rows.append({"prompt": task.prompt, "completion": answer, "ground_truth": task.ground_truth})
+    return rows
 
 
 def in_sloppy_format(
@@ -186,16 +183,8 @@ def format_pieces() -> list[str]:
 def vocabulary() -> list[str]:
     """Return all pieces once, in a fixed order. No piece is a lone space."""
     requests = [request for tool in TOOLS.values() for request in tool.requests]
-    words = [word for request in requests for word in request.replace("?", " ?").split()]
-    pieces = [
-        *_TAGS,
-        "\n",
-        *_SIGNATURE_PIECES,
-        *format_pieces(),
-        *TOOLS,
-        *PARAMETERS,
-        *(parameter.alias for parameter in PARAMETERS.values()),
-        *(value for pool in POOLS.values() for value in pool),
-        *(word for word in words if not word.startswith("{")),
-    ]
-    return list(dict.fromkeys(pieces))
+    words = [word for request in requests for word in request.replace("?", " ?").split() if word[0] != "{"]
+    aliases = [parameter.alias for parameter in PARAMETERS.values()]
+    values = [value for pool in POOLS.values() for value in pool]
+    pieces = [*_TAGS, "\n", *_SIGNATURE_PIECES, *format_pieces(), *TOOLS, *PARAMETERS, *aliases, *values]
+    return list(dict.fromkeys([*pieces, *words]))

@@ -60,7 +60,7 @@ def test_both_stages_at_a_tiny_size(utterances: str, tmp_path: Path, monkeypatch
     words = ["table", str(tmp_path / "out"), "--against", "base", "--output", str(kept)]
     monkeypatch.setattr("sys.argv", words)
     assert table.main() == 0
-    assert "| SMOPD, recommended | 1 | -" in capsys.readouterr().out
+    assert "| SMOPD, weights | 1 | -" in capsys.readouterr().out
     (found,) = json.loads(kept.read_text()).values()
     assert found["runs"]["smopd"]["less"]["base"].keys() == found["runs"]["base"]["columns"].keys()
 

@@ -106,11 +106,9 @@ class Judge:
 
         settings = self.settings
         texts = [json.dumps(request, sort_keys=True) for request in requests]
+        key = os.environ[settings.key_variable] if settings.key_variable else "none"
         client = OpenAI(
-            base_url=settings.url,
-            api_key=os.environ[settings.key_variable] if settings.key_variable else "none",
-            timeout=settings.timeout_seconds,
-            max_retries=settings.retries,
+            base_url=settings.url, api_key=key, timeout=settings.timeout_seconds, max_retries=settings.retries
         )
         different = list(dict.fromkeys(texts))
         with client, ThreadPoolExecutor(settings.concurrency, thread_name_prefix="judge") as pool:

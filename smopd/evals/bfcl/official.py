@@ -34,9 +34,7 @@ class Call(NamedTuple):
 
 def language_of(category: str) -> str:
     """Return python, java or javascript."""
-    if "javascript" in category:
-        return "javascript"
-    return "java" if "java" in category else "python"
+    return {"simple_java": "java", "simple_javascript": "javascript"}.get(category, "python")
 
 
 def find_mistake(

@@ -39,23 +39,11 @@ OVERALL: dict[str, tuple[float, str, Collection[str]]] = {  # part -> weight, na
     "agentic": (0.4, "Agentic", (*WEB_SEARCH, *MEMORY)),
 }
 
-_HEADINGS = {
-    "ast": "AST (ours)",
-    "non_live": "Non-Live Acc",
-    "simple": "Simp",
-    "multiple": "Mult",
-    "parallel": "Par",
-    "parallel_multiple": "P.M.",
-    "live": "Live Acc",
-    "live_simple": "Simp",
-    "live_multiple": "Mult",
-    "live_parallel": "Par",
-    "live_parallel_multiple": "P.M.",
-    "multi_turn": "Multi Turn",
-    "live_relevance": "Rel",
-    "irrelevance_all": "Irrel",
-    "overall": "Overall",
-}
+_KINDS = {"simple": "Simp", "multiple": "Mult", "parallel": "Par", "parallel_multiple": "P.M."}
+_HEADINGS = {"ast": "AST (ours)", "non_live": "Non-Live Acc", **_KINDS, "live": "Live Acc"}
+_HEADINGS |= {f"live_{kind}": heading for kind, heading in _KINDS.items()}
+_HEADINGS |= {"multi_turn": "Multi Turn", "live_relevance": "Rel"}
+_HEADINGS |= {"irrelevance_all": "Irrel", "overall": "Overall"}
 COLUMNS = tuple(
     Column(key, heading, scale=100, digits=1 if key == "ast" else 2) for key, heading in _HEADINGS.items()
 )
@@ -186,7 +174,7 @@ def summarise(accuracies: Mapping[str, float]) -> dict[str, float | None]:
         return float(np.average(known, weights=weights)) if len(known) == len(values) else None
 
     found["simple"] = mean(*SIMPLE)
-    found["non_live"] = mean("simple", "multiple", "parallel", "parallel_multiple")
+    found["non_live"] = mean(*_KINDS)
     found["live"] = mean(*LIVE_ITEMS, weights=list(LIVE_ITEMS.values()))
     found["ast"] = mean("non_live", "live")
     found["irrelevance_all"] = mean(*IRRELEVANCE)

@@ -22,9 +22,11 @@ WITHOUT_A_TABLE = ["quickstart"]
 TEACHERS = {"rlla": ["accuracy_teacher", "format_teacher"], "safe": ["useful_teacher", "harmless_teacher"]}
 METHODS = {"gdpo", "smopd", "smopd_sequence_gate", "smopd_token_gate"}
 OURS = {"guarded_merge": 0.6, "sequential": 0.6, "sequential_total": 1.6}
-OURS |= {"gdpo_total": 2.6, "batch_balanced": 2.6}
+OURS |= {"gdpo_total": 2.6, "batch_balanced": 2.6, "saw": 2.6}
 """Runs that are not in the paper -> their steps, as a multiple of the paper's."""
-ESTIMATORS = {name: name for name in ("grpo", "gd2po", "batch_balanced")} | {"smopd_gd2po_anchor": "gd2po"}
+ESTIMATORS = {name: name for name in ("grpo", "gd2po", "batch_balanced", "saw")} | {
+    "smopd_gd2po_anchor": "gd2po"
+}
 KAPPA = {"smopd_kappa32": 32, "smopd_kappa64": 64, "opd_only": 32}
 
 
