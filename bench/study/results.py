@@ -90,9 +90,11 @@ class Result:
         """Of every run, as in the report."""
         kinds = {}
         for name, run in self.settings["runs"].items():
-            merges = run["stage"] == "merge"
-            method = _setting(self.settings, run, "merge").get("method", "weights")
-            kinds[name] = method if merges else run["stage"]
+            kinds[name] = run["stage"]
+            if run["stage"] == "merge":
+                kinds[name] = _setting(self.settings, run, "merge").get("method", "weights")
+            elif run["stage"] == "train" and _models(run.get("init")) == {BASE}:
+                kinds[name] += f" {_setting(self.settings, run, 'advantage').get('estimator', 'gdpo')}"
         return {BASE: "black"} | {name: PALETTE[colour] for name, colour in assign(kinds).items()}
 
 
