@@ -11,6 +11,8 @@ RATES = (0.0018, 0.0006, 0.0002)
 """Of the exact format in the demonstrations."""
 LEARNING_RATES = (3e-4, 3e-3)
 """Besides the recipe's 1e-3."""
+GROUPS = (4, 16)
+"""Group sizes besides the recipe's 8, with as many rollouts per step."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,26 @@ EXPERIMENTS = {
         "rarity",
         {f"rate_{rate:g}": ("--warm_start.source.kwargs.format_rate", f"{rate:g}") for rate in RATES},
     ),
+    "rarity_map": Experiment(
+        "rarity",
+        {
+            f"rate_{rate:g}_{name}": ("--warm_start.source.kwargs.format_rate", f"{rate:g}", *settings)
+            for rate in RATES
+            for name, settings in {
+                **{f"lr_{each:g}": ("--student.learning_rate", f"{each:g}") for each in LEARNING_RATES},
+                **{
+                    f"group_{each}": (
+                        "--rollout.group_size",
+                        f"{each}",
+                        "--loop.prompts_per_step",
+                        f"{512 // each}",
+                    )
+                    for each in GROUPS
+                },
+            }.items()
+        },
+    ),
+    "more_compute": Experiment("more_compute", baseline="batch_balanced"),
     "conflict": Experiment("conflict"),
     "merging_snips": Experiment("merging_snips", baseline="sequential"),
     "wide_teachers": Experiment("wide_teachers", baseline="format_teacher"),

@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 from bench.study.experiments import EXPERIMENTS
 from smopd.config.cli import read_settings
 from smopd.config.schedule import BASE, Steps, count_steps
+from smopd.config.settings import Loop, RolloutSettings, Settings
 from smopd.engine.files import write_atomically
+from smopd.merging.guard import alone, levels
 from smopd.report.tables import PALETTE, assign
 
 KINDS = ("greedy", "sampled")
@@ -38,8 +40,11 @@ class Result:
     @cached_property
     def labels(self) -> dict[str, str]:
         """Run -> label as in today's recipe, in its order, the base first."""
-        recipe = read_settings(str(EXPERIMENTS[self.experiment].path))
-        return {BASE: "Base"} | {name: run.label or name for name, run in recipe.runs.items()}
+        return {BASE: "Base"} | {name: run.label or name for name, run in self._recipe.runs.items()}
+
+    @cached_property
+    def _recipe(self) -> Settings:
+        return read_settings(str(EXPERIMENTS[self.experiment].path))
 
     def value(self, run: str, column: str) -> float | None:
         """A column of a run's held-out results, `sampled/sum` say."""
@@ -47,23 +52,49 @@ class Result:
 
     @cached_property
     def steps(self) -> dict[str, Steps]:
-        """Of every run, by the settings that the job had."""
+        """Of every run, by the settings that the job had.
+
+        Totals count rollouts, in steps of the recipe's smallest batch. A step with twice the prompts is two.
+        A guard's candidate that has as many rollouts as a step is one.
+        """
         runs: Mapping[str, Any] = self.settings["runs"]
-        own = {name: _setting(self.settings, run, "loop")["steps"] for name, run in runs.items()}
+        group = self.settings.get("rollout", {}).get("group_size", RolloutSettings().group_size)
+        loops = {name: vars(Loop(**_setting(self.settings, run, "loop"))) for name, run in runs.items()}
+        unit = min(loop["prompts_per_step"] for loop in loops.values()) * group
+        own = {name: loop["steps"] for name, loop in loops.items()}
+        sampled = {name: steps * loops[name]["prompts_per_step"] * group for name, steps in own.items()}
+        scaled = {name: math.ceil((sampled[name] + self._guard_rollouts(name)) / unit) for name in runs}
         needs = {name: _models(run.get("init")) for name, run in runs.items()}
         for name, run in runs.items():
             if run["stage"] == "merge":
                 needs[name] |= {each["model"] for each in _setting(self.settings, run, "teachers")["models"]}
-        return count_steps(own, needs)
+        totals = count_steps(scaled, needs)
+        return {
+            name: each._replace(total=totals[name].total) for name, each in count_steps(own, needs).items()
+        }
+
+    def _guard_rollouts(self, run: str) -> int:
+        """The rollouts of a run's guard, which stops at the first level with an accepted candidate."""
+        if (chosen := self.runs.get(run, {}).get("chosen")) is None:
+            return 0
+        merge = self._recipe.resolved(run).merge
+        tried = len(alone(merge))
+        for level in levels(merge):
+            tried += len(level)
+            if chosen in {name for each in level for name in (each.name, _old_name(each.name))}:
+                break
+        return tried * merge.guard.prompts * merge.guard.samples if merge.guard else 0
 
     @property
     def colours(self) -> dict[str, str]:
         """Of every run, as in the report."""
         kinds = {}
         for name, run in self.settings["runs"].items():
-            merges = run["stage"] == "merge"
-            method = _setting(self.settings, run, "merge").get("method", "weights")
-            kinds[name] = method if merges else run["stage"]
+            kinds[name] = run["stage"]
+            if run["stage"] == "merge":
+                kinds[name] = _setting(self.settings, run, "merge").get("method", "weights")
+            elif run["stage"] == "train" and _models(run.get("init")) == {BASE}:
+                kinds[name] += f" {_setting(self.settings, run, 'advantage').get('estimator', 'gdpo')}"
         return {BASE: "black"} | {name: PALETTE[colour] for name, colour in assign(kinds).items()}
 
 
@@ -103,6 +134,11 @@ def _numbers(run: Path) -> dict[str, Any]:
 
 def _setting(settings: Mapping[str, Any], run: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {**settings.get(name, {}), **run.get("set", {}).get(name, {})}
+
+
+def _old_name(candidate: str) -> str:
+    """Return a candidate's name as results of older commits have it."""
+    return re.sub(r" \(keep ([\d.]+)\)", r" \1", candidate)
 
 
 def _models(init: Any) -> set[str]:
@@ -202,8 +238,9 @@ def table(
 def _cell(results: Sequence[Result], baseline: str, run: str, column: str) -> str:
     found: object
     if column in ("steps", "wall_clock"):
-        steps = results[0].steps.get(run)
-        found = steps and (steps.total if column == "steps" else steps.wall_clock)
+        steps = [result.steps[run] for result in results if run in result.steps]
+        column = "total" if column == "steps" else column
+        found = round(statistics.fmean(getattr(each, column) for each in steps)) if steps else None
     elif column == "difference":
         sums = [[result.value(name, "sampled/sum") for result in results] for name in (run, baseline)]
         found = difference(*sums) if run != baseline else None

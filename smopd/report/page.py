@@ -37,7 +37,7 @@ class Report:
     rewards: Sequence[str] = ()
     settings_yaml: str = ""
     kinds: Mapping[str, str] = field(default_factory=dict)
-    """Run -> its stage or, for a merge run, its merge method."""
+    """Run -> its kind, see `kind` in summary.py."""
     begins: Mapping[str, int] = field(default_factory=dict)
     """Wall-clock step at which each run starts."""
     metrics: Mapping[str, Lines] = field(default_factory=dict)
@@ -58,8 +58,8 @@ def write_report(path: str | os.PathLike[str], report: Report) -> None:
     kinds = dict(report.kinds) | dict.fromkeys(sorted(taught - set(report.kinds)), "specialize")
     kinds |= {run: "train" for run in report.metrics if run not in kinds}
     colours = assign(kinds)
-    baselines = {run for run, kind in report.kinds.items() if kind == "train"}
-    later = any(report.begins.get(run) for run, kind in report.kinds.items() if kind != "train")
+    baselines = {run for run, kind in report.kinds.items() if kind.startswith("train")}
+    later = any(report.begins.get(run) for run, kind in report.kinds.items() if not kind.startswith("train"))
     time = "steps, with teachers trained in parallel" if later else "steps"
     teachers = [labels[name] for name in report.teachers]
     pages = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)

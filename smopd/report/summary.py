@@ -78,9 +78,11 @@ def report_of(settings: Settings, folder: Path, rows: Sequence[Row], columns: Se
 
 
 def kind(settings: Settings, run: str) -> str:
-    """Return the stage of a run or, for a merge run, its merge method."""
-    stage = settings.runs[run].stage
-    return settings.resolved(run).merge.method if stage == "merge" else stage
+    """Return a run's stage, for a merge run its method, for `train` from the base with its estimator."""
+    stage, own = settings.runs[run].stage, settings.resolved(run)
+    if stage == "train" and settings.runs[run].init == BASE:
+        return f"train {own.advantage.estimator}"
+    return own.merge.method if stage == "merge" else stage
 
 
 def held_out(settings: Settings, folder: Path, rows: Sequence[Row]) -> str:

@@ -23,9 +23,12 @@ PREFERRED = {
     "specialize": ("blue", "orange", "teal", "olive"),
     "weights": ("green",),
     "published": ("red",),
-    "train": ("gray", "purple", "brown"),
+    "train gdpo": ("gray",),
+    "train batch_balanced": ("purple",),
+    "train saw": ("pink",),
+    "train": ("brown",),
 }
-"""Colors of each stage or, for merges, of each method."""
+"""Colors of each stage, of each method of a merge, and of each estimator of a run from the base."""
 
 
 class Row(NamedTuple):
@@ -56,9 +59,10 @@ def cell(row: Row, column: str) -> str:
 
 
 def assign(kinds: Mapping[str, str]) -> dict[str, str]:
-    """Return the name of each run's color. `kinds`: run -> stage or merge method."""
+    """Return the name of each run's color. `kinds`: run -> its kind, see `kind` in summary.py."""
     found: dict[str, str] = {}
-    for i, (run, kind) in enumerate(kinds.items()):
-        free = [name for name in (*PREFERRED.get(kind, ()), *PALETTE) if name not in found.values()]
+    for i, (run, kind) in enumerate(sorted(kinds.items(), key=lambda item: item[1] not in PREFERRED)):
+        preferred = (*PREFERRED.get(kind, ()), *PREFERRED.get(kind.partition(" ")[0], ()))
+        free = [name for name in (*preferred, *PALETTE) if name not in found.values()]
         found[run] = free[0] if free else [*PALETTE][i % len(PALETTE)]
     return found
