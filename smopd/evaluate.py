@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def outside(path: str) -> type[Evaluation]:
-    """Return the options of the suite class at an import path. --data, if given, is passed to the class."""
+    """Return the options for a suite class at an import path. The class is called with --data if given."""
     make = resolve(path, dict[str, Any]())
 
     @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def outside(path: str) -> type[Evaluation]:
 
 
 def evaluate(command: Evaluation, suite: Suite, responses: Sequence[Response], *, of: int) -> None:
-    """Score one response per item, then write and show the result. `of`: the data's number of items."""
+    """Score one response per item. Write and show the result. `of` is the number of items in the data."""
     scores = suite.score([response.text for response in responses])
     groups = [item.group for item in suite.items]
     summary = suite.summary(groups, scores)
@@ -165,7 +165,7 @@ def intervals(suite: Suite, groups: Sequence[str], scores: Sequence[Scores]) -> 
 def write_items(
     output: Path, suite: Suite, responses: Sequence[Response], scores: Sequence[Scores] | None = None
 ) -> Path:
-    """Write every response, with its scores if they are given."""
+    """Write every response, with its scores if given. Return the path of the file."""
     lines = []
     for i, (item, response) in enumerate(zip(suite.items, responses, strict=True)):
         row: dict[str, Any] = {"key": item.key, "group": item.group, "response": response.text}
@@ -183,7 +183,7 @@ def write_items(
 
 
 def show(suite: Suite, title: str, label: str, content: Mapping[str, Any], counts: Mapping[str, int]) -> None:
-    """Print a table of the paper's rows, if given, and a row of values with their intervals and `counts`."""
+    """Print a table. Its rows are the paper's, if given, and one of values with intervals and `counts`."""
     table = Table("responses", title=Text(title))
     for column in suite.columns:
         table.add_column(Text(column.heading), justify="right", no_wrap=True)

@@ -28,14 +28,14 @@ def merge(
     keep: tuple[float, ...] = (1.0,),
     exclude: tuple[str, ...] = ("",),
 ) -> None:
-    """Merge the weights of models with one base, without training.
+    """Merge the weights of models that have the same base, without training.
 
     Args:
         models: Folders or hub ids of models with safetensors files, or LoRA adapter folders.
         output: A new folder.
         base: The model that all of `models` were trained from. Default for adapters: their own base.
-        scale: Scale of each task vector, or one for all.
-        keep: Share of each tensor's changes to keep, largest first: one per model, or one for all.
+        scale: Factor of each task vector: one per model, or one for all.
+        keep: Share of each tensor's changes to keep (the largest): one per model, or one for all.
         exclude: Regular expression of tensor names to leave unchanged: one per model, or one for all.
     """
     if not models:

@@ -1,4 +1,4 @@
-"""The command line of `smopd train`. Reports every mistake before importing torch."""
+"""The command line of `smopd train`. Mistakes in the settings are reported before torch is imported."""
 
 import json
 import os
@@ -34,12 +34,12 @@ _INTRODUCTION = (
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Runs of a recipe."""
+    """A recipe and a selection of its runs."""
 
     recipe: Annotated[str, tyro.conf.Positional] = "quickstart"
     """Name of a built-in recipe, or a YAML file."""
     only: tuple[str, ...] = ()
-    """Only these runs of the recipe."""
+    """Select only these runs of the recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Options(Selection):
     change: bool = False
     """Resume runs with changed settings or inputs. Each change is recorded in the run folder."""
     dry_run: bool = False
-    """Print the plan. If the model is on this machine, call every reward once; exit with 1 if one fails."""
+    """Print the plan. If the model is on this machine, also try every reward. Exit with 1 if one fails."""
     show_settings: bool = False
     """With --dry-run: print all settings as YAML instead of calling the rewards."""
     list: bool = False
@@ -64,7 +64,7 @@ class Command(Options):
 
 
 def parse(argv: list[str]) -> Command:
-    """Parse and validate a command line without the program name; SystemExit after help or mistakes."""
+    """Parse and validate a command line without the program name. Raise SystemExit after help or mistakes."""
     try:
         asked = [i for i, token in enumerate(argv) if token in ("--help", "-h")]
         if asked and (section := argv[asked[0] + 1 : asked[0] + 2]):
@@ -81,7 +81,7 @@ def parse(argv: list[str]) -> Command:
             chosen = f" with --only {' '.join(options.only)}" if options.only else ""
             nothing = f"{options.recipe} has no such run"
             raise Mistakes([f"{COMMAND_LINE}: --stage {options.stage}{chosen}: {nothing}"])
-    except (Mistakes, OSError, DamagedFile) as error:  # the last two come from the output directory
+    except (Mistakes, OSError, DamagedFile) as error:  # unreadable files of earlier runs raise the last two
         if os.environ.get("LOCAL_RANK", "0") == "0":
             for text in getattr(error, "lines", [str(error)]):
                 print(f"error: {text}", file=sys.stderr)
@@ -92,7 +92,7 @@ def parse(argv: list[str]) -> Command:
 def read_options(
     options: type[O], argv: list[str], program: str, about: str | None = None
 ) -> tuple[O, dict[str, list[str]]]:
-    """Split a command line into `options` and settings (dotted path -> words); raises Mistakes."""
+    """Split `argv` into `options` and settings (dotted path -> words). Raise Mistakes for unknown options."""
     own = [*(field.name.replace("_", "-") for field in fields(options)), "help"]
     ours: list[str] = []
     given: dict[str, list[str]] = {}
@@ -121,7 +121,7 @@ def read_options(
 def read_settings(
     recipe: str, given: dict[str, list[str]] | None = None, only: tuple[str, ...] = ()
 ) -> Settings:
-    """Read and validate the settings of a recipe with overrides (dotted path -> words); raises Mistakes."""
+    """Read a recipe, overridden by `given` (dotted path -> words). Raise Mistakes if it is invalid."""
     loaded = load(recipe)
     values, origin = loaded.values, dict(loaded.origin)
     wrong: list[str] = []
@@ -144,7 +144,7 @@ def read_settings(
 
 
 def describe(command: Command) -> str:
-    """Return the plan. With `show_settings`, return the settings as YAML, with the plan as comments below."""
+    """Return the plan. With `show_settings`, return the settings as YAML, then the plan as comments."""
     settings = command.settings
     lines = [f"plan of {command.recipe}, in {settings.output}"]
     planned = plan(settings, command.stage, command.only)
@@ -169,7 +169,7 @@ def describe(command: Command) -> str:
 
 
 def _override(values: dict[str, Any], path: str, words: list[str], origin: dict[Keys, str]) -> dict[str, Any]:
-    """Return `values` with the words set at the dotted path, creating missing sections."""
+    """Return a copy of `values` with `words` at the dotted path. Missing sections are created."""
     if not words:
         raise Mistakes([f"{COMMAND_LINE}: {path}: no value"])
     parsed = [parse_value(word) for word in words]
@@ -178,12 +178,12 @@ def _override(values: dict[str, Any], path: str, words: list[str], origin: dict[
     key: Any = ""
     keys: Keys = ()
     for part in path.split("."):
-        # A copy, because a YAML alias may share this value with another section.
         inside = node[key] if isinstance(node, list) else node.get(key)
         if inside is None:
             origin[keys] = COMMAND_LINE
         elif not isinstance(inside, dict | list):
             raise Mistakes([f"{COMMAND_LINE}: {path}: {dotted(keys)} is {inside!r}, not a section"])
+        # Copy the section, because another section may be the same object through a YAML alias.
         node[key] = list(inside) if isinstance(inside, list) else dict(inside or {})
         node = node[key]
         if isinstance(node, list) and not (part.isdecimal() and int(part) < len(node)):
@@ -199,7 +199,7 @@ def _override(values: dict[str, Any], path: str, words: list[str], origin: dict[
 
 
 def print_section(section: str) -> None:
-    """Print the type, default and description of every setting of a section, or of `all`."""
+    """Print the type, default and description of every setting in a section, or in all sections for `all`."""
     names = list(Settings.model_fields)
     if section not in ("all", *names):
         raise Mistakes([f"no section {section!r}{nearest(section, names)}; there are {', '.join(names)}"])
@@ -214,7 +214,7 @@ def print_section(section: str) -> None:
 
 
 def print_recipes() -> None:
-    """Print each built-in recipe with its first line, and the published row that each run reproduces."""
+    """Print each built-in recipe with its first comment and the published rows that its runs reproduce."""
     console = Console(highlight=False)
     for name, path in builtin().items():
         console.print(Text(name, style="bold"))

@@ -1,4 +1,4 @@
-"""Error messages for invalid settings, with file, line and closest valid name; also the help's type names."""
+"""Messages about invalid settings, with file, line and closest valid name, and type names for `--help`."""
 
 import difflib
 import json
@@ -27,11 +27,11 @@ _BOUNDS = {
 }
 _LONGEST_VALUE = 60
 ANSWERS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("renamed.yaml").read_text(encoding="utf-8"))
-"""Setting of an earlier version -> what the error message says after its path."""
+"""Setting of an earlier version -> error message that follows the setting's path."""
 
 
 def explain(error: ValidationError, origin: dict[Keys, str], prefix: Keys = ()) -> list[str]:
-    """Return one line per mistake, `file:line: path: got X, expected Y`; `prefix` is added to each path."""
+    """Return a line `file:line: path: got X, expected Y` per mistake. Each path is preceded by `prefix`."""
     texts: dict[Keys, str] = {}
     for detail in error.errors(include_url=False):
         loc = detail["loc"]
@@ -44,7 +44,7 @@ def explain(error: ValidationError, origin: dict[Keys, str], prefix: Keys = ()) 
 
 
 def line(keys: Keys, text: str, origin: dict[Keys, str]) -> str:
-    """Return `file:line: path: text`. If `keys` has no place, `file:line` is that of the nearest setting."""
+    """Return `file:line: path: text`. If `origin` lacks `keys`, the nearest setting's place is used."""
     known = tuple(int(key) if str(key).isdecimal() else key for key in keys)
     around = [origin[known[:n]] for n in range(len(known), 0, -1) if known[:n] in origin]
     inside = [place for given, place in origin.items() if given[: len(known)] == known]
@@ -54,7 +54,7 @@ def line(keys: Keys, text: str, origin: dict[Keys, str]) -> str:
 
 @cache
 def schemas() -> dict[tuple[str, ...], Schema]:
-    """Return keys -> JSON schema for every section, setting and entry. N is any index, NAME any key."""
+    """Return the JSON schema of each section, setting and entry, by keys. N is any index, NAME is any key."""
     whole = Settings.model_json_schema()
     found: dict[tuple[str, ...], Schema] = {}
 
@@ -75,7 +75,7 @@ def schemas() -> dict[tuple[str, ...], Schema]:
 
 
 def kind(schema: Schema) -> str:
-    """Return the type of a setting as text: `integer >= 1`, `local|vllm`, `[number, ...]|null`."""
+    """Return the type of a setting as text, such as `integer >= 1`, `local|vllm` or `[number, ...]|null`."""
     if "anyOf" in schema:
         return "|".join(kind(branch) for branch in schema["anyOf"])
     if "enum" in schema or "const" in schema:
@@ -92,14 +92,14 @@ def kind(schema: Schema) -> str:
 
 
 def is_setting(keys: tuple[str, ...]) -> bool:
-    """Return whether `keys` names a value, not a section or a list entry."""
+    """Return whether `keys` names a setting with a value, rather than a section or a list entry."""
     entries = [schemas().get((*keys, "N"), {}), schemas().get((*keys, "NAME"), {}), schemas()[keys]]
     in_a_list = keys[-1] == "N" or keys[-1].isdigit()
     return not in_a_list and not any("properties" in schema for schema in entries)
 
 
 def _known(keys: Keys) -> tuple[str, ...] | None:
-    """Return `keys` in the form of the keys of `schemas`, or None if there is no such setting."""
+    """Return the key of `schemas()` that matches `keys`, or None if there is no such setting."""
     path: tuple[str, ...] = ()
     for key in keys:
         tried = [(*path, name) for name in (str(key), "N" if isinstance(key, int) else "NAME")]
@@ -130,7 +130,7 @@ def _message(detail: ErrorDetails, keys: Keys, in_union: bool) -> str:
 
 
 def renamed(keys: Keys, value: Any) -> str | None:
-    """Return the message for a setting or value of an earlier version, None for any other."""
+    """Return the message for a setting or value of an earlier version, or None for any other."""
     path = ".".join("N" if isinstance(key, int) else str(key) for key in keys)
     if keys[:1] == ("runs",) and keys[2:] == ("stage",) and value == "control":
         return "is now train"

@@ -1,6 +1,6 @@
-"""Recipes: find, read, merge along `extends`, and write YAML.
+"""Find and read recipes, merge each recipe over the one that it `extends`, and write settings as YAML.
 
-Values follow YAML 1.2: `1e-6` is a number, `yes` and dates are strings. A repeated key is an error.
+Values follow YAML 1.2: `1e-6` is a number, and `yes` and dates are strings. A repeated key is an error.
 """
 
 import importlib.resources
@@ -14,10 +14,10 @@ from smopd.config.settings import Settings, merged
 from smopd.names import nearest, redacted
 
 Keys = tuple[str | int, ...]
-"""Keys of a setting: `("rewards", 0, "weight")`."""
+"""Keys of a setting, such as `("rewards", 0, "weight")`."""
 
 MAX_DEPTH, MAX_VALUES = 32, 10_000
-"""Ours: limits that stop a few lines of YAML aliases from expanding to millions of values."""
+"""Ours: limits that keep a few lines of YAML aliases from expanding to millions of values."""
 
 _RESOLVERS = {  # YAML 1.2's core schema, and merge keys
     "null": r"~|null|Null|NULL|",
@@ -37,18 +37,18 @@ class Mistakes(Exception):
 
 
 class Recipe(NamedTuple):
-    """Values of a recipe, and `file:line` of each."""
+    """The values of a recipe, and the `file:line` of each value."""
 
     values: dict[str, Any]
     origin: dict[Keys, str]
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  replaces YAML 1.1's
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  replaces the resolvers of YAML 1.1
 
 
 class _Dumper(yaml.SafeDumper):
-    """Dumper that quotes strings that YAML 1.1 or 1.2 would read as another type."""
+    """Dumper that quotes a string if YAML 1.1 or 1.2 would read it as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -65,7 +65,7 @@ for _name, _pattern in _RESOLVERS.items():
 
 
 def load(name: str) -> Recipe:
-    """Read a recipe, merged over those that it extends. A null removes an inherited run. Raises Mistakes."""
+    """Read a recipe, merged over those that it extends. Null removes a run. Raise Mistakes on an error."""
     return _load(_find(name, Path()), ())
 
 
@@ -99,7 +99,7 @@ def builtin() -> dict[str, Path]:
 
 
 def _find(name: str, folder: Path) -> Path:
-    """Return the file of a recipe: a built-in name, or a path relative to `folder`."""
+    """Return the file of the recipe `name`, which is a built-in name or a path relative to `folder`."""
     recipes = builtin()
     if name in recipes:
         return recipes[name]
@@ -115,7 +115,6 @@ def _find(name: str, folder: Path) -> Path:
 
 
 def _shown(path: Path) -> str:
-    """Return a short form of the path, relative to the current folder if inside it."""
     if path.is_relative_to(Path.cwd()):
         return str(path.relative_to(Path.cwd()))
     return path.name if path in builtin().values() else str(path)
@@ -146,8 +145,8 @@ def _read(path: Path) -> Recipe:
 
 
 def _note(node: yaml.Node, keys: Keys, file: str, origin: dict[Keys, str], twice: list[str]) -> None:
-    """Collect `file:line` of every value in the node, and repeated keys."""
-    if len(keys) > MAX_DEPTH or len(origin) > MAX_VALUES:  # an alias counts each time
+    """Add the `file:line` of every value in `node` to `origin`, and each repeated key to `twice`."""
+    if len(keys) > MAX_DEPTH or len(origin) > MAX_VALUES:  # each use of an alias counts
         line = node.start_mark.line + 1
         limits = f"at most {MAX_DEPTH} levels and {MAX_VALUES:,} values, with aliases written out"
         raise Mistakes([f"{file}:{line}: the recipe is too large, expected {limits}"])
@@ -173,7 +172,7 @@ def dotted(keys: Keys) -> str:
 
 
 def parse_value(text: str) -> Any:
-    """Parse a command-line value: as YAML if it begins with a bracket or quote, else as one plain scalar."""
+    """Parse a command-line value as YAML if it begins with a bracket or quote, else as one plain scalar."""
     if text[:1] in tuple("[{\"'"):
         try:
             return yaml.load(text, _Loader)
@@ -188,7 +187,7 @@ def parse_value(text: str) -> Any:
 
 
 def write_yaml(settings: Settings, *, public: bool = False) -> str:
-    """Return all settings as YAML that reads back equal; `public` redacts secrets."""
+    """Return all settings as YAML, which gives equal settings when it is read. `public` redacts secrets."""
     values = redacted(settings.model_dump()) if public else settings.model_dump()
     return yaml.dump(
         values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100, default_flow_style=None

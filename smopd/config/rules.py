@@ -1,4 +1,4 @@
-"""Checks across settings: invalid combinations, and names of runs, rewards and files that do not exist."""
+"""Checks for invalid combinations of settings, and for names of runs, rewards or files that do not exist."""
 
 import difflib
 import re
@@ -18,14 +18,14 @@ _RUN_NAME = re.compile(r"\w[\w-]*")
 _FILE = re.compile(r"(~|\.{0,2}/)[^*?\[]*|[^*?\[]*\.(jsonl|json|parquet|csv|arrow)(\.gz)?")
 
 Wrong = Iterator[tuple[str, str]]
-"""Dotted path of the setting to change, and the mistake."""
+"""Mistakes, each as the dotted path of the setting to change and a text."""
 
 
 def check(settings: Settings, origin: dict[Keys, str]) -> list[str]:
-    """Return one line per mistake in the recipe or, if the recipe has none, per mistake in its runs."""
+    """Return one line per mistake. Runs and files are checked only if the rest of the recipe is valid."""
 
     def lines(own: Settings, found: Wrong, run: str = "") -> list[str]:
-        """Return each mistake with its place: the recipe, or the `set` of the run."""
+        """Return one line per mistake. It names the run's `set` if that has the section, else the recipe."""
         given = own.runs[run].set if run else {}
         keys = [(tuple(path.split(".")), text) for path, text in found]
         return [line(("runs", run, "set", *k) if k[0] in given else k, text, origin) for k, text in keys]
@@ -45,7 +45,7 @@ def check(settings: Settings, origin: dict[Keys, str]) -> list[str]:
 
 
 def _recipe(settings: Settings) -> Wrong:
-    """Check what all runs share."""
+    """Find mistakes in the settings that all runs share and in the list of runs."""
     if (settings.model.path is None) == (settings.model.factory is None):
         yield "model", "give exactly one of path and factory (and null for the other)"
     rewards = [reward.name for reward in settings.rewards]
@@ -77,7 +77,7 @@ def _recipe(settings: Settings) -> Wrong:
 
 
 def contradictions(settings: Settings) -> Wrong:
-    """Check combinations, in a recipe or in the resolved settings of a run."""
+    """Find invalid combinations in the settings of a recipe or in the resolved settings of a run."""
     yield from _sampling(settings)
     yield from _teachers(settings)
     yield from _merge(settings)
@@ -174,7 +174,7 @@ def _run(own: Settings, name: str) -> Wrong:
 
 
 def _absent_files(settings: Settings) -> Wrong:
-    """Find settings that name a local file or folder that does not exist."""
+    """Find settings that name an absent local file or folder."""
     held_out, warm_start = settings.data.evaluation, settings.warm_start
     named = {
         "model.path": settings.model.path,

@@ -1,4 +1,4 @@
-"""The plan of a command: its runs in order, the models that each one needs, and which runs are finished."""
+"""The plan of a command: its runs in order, the models that each run needs, and which runs are finished."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ from smopd.engine.files import read_json
 Part = Literal["all", "warm-start", "specialize", "merge", "train", "evaluate"]
 BASE = "base"
 USUAL = {"keep": [1.0, 0.5, 0.2, 0.05], "exclude": ["", "self_attn"], "max_regression": 0.5}
-"""Ours: candidates of the guard if a recipe lists no models (docs/merging.md)."""
+"""Ours: the guard's choices for each teacher if `merge.models` is empty (docs/merging.md)."""
 
 
 class Steps(NamedTuple):
@@ -20,11 +20,11 @@ class Steps(NamedTuple):
     total: int
     """The run's own steps plus those of all runs that it needs."""
     wall_clock: int
-    """Steps in sequence if the teachers train in parallel."""
+    """Steps that must be made one after the other if independent runs train in parallel."""
 
 
 def count_steps(own: Mapping[str, int], needs: Mapping[str, set[str]]) -> dict[str, Steps]:
-    """Return the steps of each run. `needs`: the runs that each run is made from; only earlier runs count."""
+    """Return each run's steps. `needs` names the runs that a run is made from. Only earlier runs count."""
     needed: dict[str, set[str]] = {}
     found: dict[str, Steps] = {}
     for run, steps in own.items():
@@ -66,13 +66,13 @@ class PlannedRun(NamedTuple):
 
 
 def done_steps(settings: Settings, run: str) -> int | None:
-    """Return the steps of a finished run, or of the warm start `base`; None if it is not finished."""
+    """Return the number of steps of a run or of the warm start `base`, or None if it is not finished."""
     file = Path(settings.output) / run / "done.json"
     return read_json(file, steps=int)["steps"] if file.is_file() else None
 
 
 def is_done(settings: Settings, run: str) -> bool:
-    """Return whether a run has finished all steps of its settings or, for `base`, whether it is made."""
+    """Return whether a run has finished all steps of its settings. For `base`, return whether it exists."""
     done = done_steps(settings, run)
     return done is not None and (run == BASE or done >= settings.resolved(run).loop.steps)
 
@@ -83,12 +83,12 @@ def needs_base(settings: Settings) -> bool:
 
 
 def distils(own: Settings, name: str) -> bool:
-    """Return whether the run has teachers during training; `own` are its resolved settings."""
+    """Return whether the run has teachers during training. `own` are the run's resolved settings."""
     return own.runs[name].stage == "merge" and own.merge.method != "weights"
 
 
 def weight_merge(own: Settings, name: str) -> Merge | None:
-    """Return the weight merge that the run starts from, or None; `own` are its resolved settings."""
+    """Return the weight merge that the run starts from, or None. `own` are the run's resolved settings."""
     if own.runs[name].stage != "merge" or distils(own, name):
         return None
     choices = USUAL if own.merge.guard is not None else {}
@@ -97,7 +97,7 @@ def weight_merge(own: Settings, name: str) -> Merge | None:
 
 
 def plan(settings: Settings, part: Part = "all", only: tuple[str, ...] = ()) -> list[PlannedRun]:
-    """Return the runs of this part of the recipe in order; a non-empty `only` selects runs by name."""
+    """Return the runs of `part` in order. A non-empty `only` selects runs, and keeps the warm start."""
     runs = []
     if needs_base(settings) and part in ("all", "warm-start", "specialize", "train"):
         steps = settings.warm_start.steps if settings.warm_start else 0

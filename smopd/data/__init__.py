@@ -1,1 +1,1 @@
-"""Data: where it is, how it is fetched, and how rows of prompts are made from it."""
+"""Data sets: where they are stored, how they are fetched, and how their rows become prompts."""

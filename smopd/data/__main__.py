@@ -1,4 +1,4 @@
-"""`python -m smopd.data` lists the data sets; `python -m smopd.data fetch NAME ...` downloads some."""
+"""`python -m smopd.data` lists the data sets. `python -m smopd.data fetch NAME ...` downloads those named."""
 
 import argparse
 import os
@@ -6,14 +6,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from smopd import extra  # noqa: F401 says what to install
+from smopd import extra  # noqa: F401 reports missing packages
 
 # isort: split
 from smopd.data.places import VARIABLE, DataSet, catalogue, data_folder, data_set
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Return 0, 1 if a download failed, 2 for an unknown name."""
+    """Run the command. Return 1 if a download failed, 2 if a name is unknown, else 0."""
     parser = argparse.ArgumentParser(prog="python -m smopd.data", description="The data sets.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     commands.add_parser("list", help="list them (the default)")
@@ -55,7 +55,7 @@ def show_list(folder: Path) -> None:
 
 
 def presence(each: DataSet, folder: Path) -> str:
-    """Return `whole`, `absent` or `partly (n of m files)`. Files are looked for, not checked."""
+    """Return `whole`, `absent` or `partly (n of m files)`. File contents are not checked."""
     there = sum((folder / file.path).is_file() for file in each.files)
     if there == len(each.files):
         return "whole"

@@ -1,11 +1,11 @@
-"""Map rows of the hub's tatsu-lab/alpaca, or of a file with a prompt column, to prompts."""
+"""Convert rows of the hub's tatsu-lab/alpaca, or rows with a column `prompt`, to prompts."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def prompt_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `prompt` alone: the row's own, or its instruction and input as one user message.
+    """Return only `prompt`: the row's own, or else its instruction and input as one user message.
 
     Raises:
         ValueError: the row has neither a `prompt` nor the strings `instruction` and `input`.

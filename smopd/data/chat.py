@@ -1,4 +1,4 @@
-"""Chats to text by the tokenizer's chat template, and sampled tokens back to text."""
+"""Convert chats to text with the tokenizer's chat template, and sampled tokens back to text."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Content: TypeAlias = "str | tuple[Message, ...]"
 
 
 def read_messages(value: Sequence[Any]) -> tuple[Message, ...]:
-    """Validate chat messages and return them without fields of None, which Arrow adds.
+    """Validate chat messages, and return them without the None fields that Arrow adds.
 
     Raises:
-        ValueError: a message has no role, or its content is neither a string nor a list of text parts. An
-            assistant message with tool calls needs no content.
+        ValueError: a message has no role, its content is neither a string nor a list of text parts, or the
+            last message is empty. A message with tool calls needs no content.
     """
     messages = []
     for number, given in enumerate(value):
@@ -43,7 +43,7 @@ def read_messages(value: Sequence[Any]) -> tuple[Message, ...]:
 
 
 def read_tools(value: Any) -> list[Any] | None:
-    """Return a row's tools, a list of JSON schemas, parsed if they are JSON text; None if there are none."""
+    """Return a row's tools as a list of JSON schemas, or None if there are none. JSON text is parsed."""
     with suppress(ValueError, RecursionError):
         tools = json.loads(value) if isinstance(value, str) and value.strip() else value
         if not tools:
@@ -56,7 +56,7 @@ def read_tools(value: Any) -> list[Any] | None:
 
 
 def text_of(message: Message) -> str:
-    """Return a message's text; parts are joined by newlines."""
+    """Return a message's text, with parts joined by newlines."""
     content = message.get("content")
     return content if isinstance(content, str) else "\n".join(part["text"] for part in _parts(message))
 
@@ -95,7 +95,7 @@ def render(
                 continue_final_message=continued,
                 **(options or {}),
             )
-        except Exception as error:  # the template is the model's code, in a sandbox
+        except Exception as error:  # the template is code from the model, run in a sandbox
             failure = failure or error
             continue
         if any(str(part) in text for message in form for part in _parts(message)):
@@ -112,7 +112,7 @@ def render(
 
 
 def template_options(defaults: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the chat template; those of a row override the others, as in TRL."""
+    """Return the arguments of the chat template. A row's own arguments override `defaults`, as in TRL."""
     own = columns.get("chat_template_kwargs") or {}
     with suppress(ValueError, RecursionError):
         own = json.loads(own) if isinstance(own, str) else own
@@ -126,8 +126,8 @@ def response_start(
 ) -> str:
     """Return the part of a response that its prompt already contains.
 
-    This is an assistant message that ends the chat, or a tag such as `<think>` that the template opens. A
-    block that the template also closes (thinking turned off) is not part of the response.
+    This is an assistant message that ends the chat, or a tag such as `<think>` that the template opens. If
+    the template also closes the tag, because thinking is turned off, it is not part of the response.
     """
     if not isinstance(content, str) and content[-1]["role"] == "assistant":
         return text_of(content[-1])
@@ -153,7 +153,7 @@ def _template_start(tokenizer: PreTrainedTokenizerBase, template: str | None, op
 def response_texts(
     tokenizer: PreTrainedTokenizerBase, rollouts: Sequence[Rollout], *, special_tokens: bool = True
 ) -> list[str]:
-    """Decode responses without the token that ends them; `special_tokens=False` drops all special tokens."""
+    """Decode responses without their end tokens. With `special_tokens=False`, drop all special tokens."""
     special, ids = set(tokenizer.all_special_ids), []
     for rollout in rollouts:
         row = rollout.response_ids.tolist()
@@ -168,7 +168,7 @@ def _parts(message: Message) -> Sequence[Any]:
 
 
 def _forms(chat: Sequence[Message]) -> Iterator[Sequence[Message]]:
-    """Yield the chat as given, then with parts turned into texts or vice versa, as a template may need."""
+    """Yield the chat as given, then with parts joined to texts or, if it has none, with texts as parts."""
     yield chat
     has_parts = any(_parts(message) for message in chat)
     other = []

@@ -1,4 +1,4 @@
-"""Download data sets with pooch: each file from its public repository at a fixed commit, with a checksum."""
+"""Download data sets with pooch, from public repositories at fixed commits, and check their checksums."""
 
 import gzip
 import hashlib
@@ -27,7 +27,7 @@ def fetch(data_sets: Sequence[DataSet], folder: Path) -> tuple[list[str], list[s
     """Download the missing files of the data sets and check the others.
 
     Returns:
-        A message for each failed file, and one for each file without a public source.
+        Messages about failed files, and messages about missing files without a public source.
     """
     failures: list[str] = []
     by_hand: list[str] = []
@@ -51,7 +51,7 @@ def fetch(data_sets: Sequence[DataSet], folder: Path) -> tuple[list[str], list[s
 
 
 def check(path: Path, file: File) -> None:
-    """Raise ValueError if the file at `path` has another checksum than the catalogue's."""
+    """Raise ValueError if the checksum of the file at `path` differs from the catalogue's."""
     expected = file.rows_sha256 or file.sha256 or file.git_sha1
     try:
         got = sum_of(path, file)
@@ -62,7 +62,7 @@ def check(path: Path, file: File) -> None:
 
 
 def fetch_file(file: File, upstream: str, folder: Path) -> None:
-    """Download a file, and convert it where the catalogue asks; raise ValueError with the manual steps."""
+    """Download a file, and convert it if the catalogue says so. A ValueError describes the manual steps."""
     arrived, known = file.path, file.sha256 and f"sha256:{file.sha256}"
     if file.rows_sha256:
         arrived = f"downloads/{str(file.sha256)[:8]}_{upstream.rpartition('/')[2]}"
@@ -78,7 +78,7 @@ def fetch_file(file: File, upstream: str, folder: Path) -> None:
         elif file.sha256 is None and (got := sum_of(folder / arrived, file)) != file.git_sha1:
             (folder / arrived).unlink()
             raise ValueError(f"has {got}, expected {file.git_sha1}; nothing was kept")
-        if (folder / arrived).exists():  # pooch's temporary files are its user's alone
+        if (folder / arrived).exists():  # pooch's files are readable only by their owner
             (folder / arrived).chmod(folder.stat().st_mode & 0o666)
     except (requests.RequestException, ValueError) as error:
         again = ", and run this command again" if file.rows_sha256 else ""
@@ -89,7 +89,7 @@ def fetch_file(file: File, upstream: str, folder: Path) -> None:
 
 
 def sum_of(path: Path, file: File) -> str:
-    """Return the checksum of the file at `path`, of the kind that the catalogue has for it."""
+    """Return the checksum of the file at `path`, of the same kind as the checksum in `file`."""
     content = path.read_bytes()
     if file.rows_sha256:
         content = gzip.decompress(content)

@@ -1,7 +1,7 @@
 """The catalogue of data sets, their short names, and the data folder.
 
-A short name such as `rlla/test` or `snips` works wherever a data path does. It takes precedence over a path
-or hub id of the same name; write ./snips for a local folder.
+A short name such as `rlla/test` or `snips` is allowed wherever a data path is. It takes precedence over a
+path or hub id of the same name. Write ./snips for a local folder.
 """
 
 import os
@@ -21,15 +21,15 @@ VARIABLE = "SMOPD_DATA"
 
 @dataclass(frozen=True)
 class File:
-    """A file of a data set: its path in the data folder, and the checksums of its upstream file."""
+    """A file of a data set, with its path in the data folder and its checksums."""
 
     path: str
     upstream: str | None
-    """OWNER/NAME/COMMIT/PATH of the public file; None if there is none."""
+    """OWNER/NAME/COMMIT/PATH of the public file, or None if there is no public file."""
     bytes: int | None = None
     sha256: str | None = None
     git_sha1: str | None = None
-    """As `git hash-object` prints it."""
+    """The hash that `git hash-object` prints."""
     rows_sha256: str | None = None
     """Checksum of the uncompressed JSON lines, for a file that is converted to gzipped JSON lines."""
 
@@ -74,7 +74,7 @@ def _data_set(name: str, entry: Mapping[str, Any]) -> DataSet:
 
 
 def data_set(name: str) -> DataSet:
-    """Return the data set `name`; raise ValueError if there is none."""
+    """Return the data set `name`. Raise ValueError if there is none."""
     if name not in catalogue():
         hint = nearest(name, catalogue()) or "; there are " + ", ".join(catalogue())
         raise ValueError(f"no data set {name!r}{hint}")
@@ -83,7 +83,7 @@ def data_set(name: str) -> DataSet:
 
 @cache
 def short_names() -> dict[str, str]:
-    """Map the short names of files (`rlla/test`) and folders (`rlla`) to paths in the data folder."""
+    """Return short name -> path in the data folder, for files (`rlla/test`) and folders (`rlla`)."""
     found = {name: name for name in catalogue()}
     for each in catalogue().values():
         found |= {f"{each.name}/{short}": f"{each.name}/{file}" for short, file in each.names.items()}
@@ -97,10 +97,10 @@ def data_folder() -> Path:
 
 
 def located(given: str | os.PathLike[str]) -> Path:
-    """Return the path of a short name, or the given path, which may not exist.
+    """Return the path that a short name stands for, or else the given path, which may not exist.
 
     Raises:
-        FileNotFoundError: a short name's data is absent; the message has the command that fetches it.
+        FileNotFoundError: the data of a short name is absent. The message gives the command for it.
     """
     name = os.fspath(given)
     if name not in short_names():
@@ -112,7 +112,7 @@ def located(given: str | os.PathLike[str]) -> Path:
 
 
 def how_to_fetch(path: Path) -> str:
-    """Return `; COMMAND fetches it` for the error on an absent path, or "" if it is not in the catalogue."""
+    """Return `; COMMAND fetches it` for a message about an absent path, or "" for a path of no data set."""
     folder = data_folder()
     name = path.relative_to(folder).parts[:1] if path.is_relative_to(folder) else ()
     if not name or name[0] not in catalogue():

@@ -1,4 +1,4 @@
-"""Prompts and demonstrations as token ids, tokenized on access. Imports neither torch nor transformers."""
+"""Prompts and demonstrations, tokenized on access. Neither torch nor transformers is imported here."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Overlong: TypeAlias = Literal["drop", "truncate_left", "error"]
 
-CHARS_PER_TOKEN = 64  # ours: a text with more characters per allowed token is too long, and not tokenized
+CHARS_PER_TOKEN = 64  # ours: a text with more characters per allowed token counts as too long
 ASCII = "".join(map(chr, range(128)))
 CHUNK_ROWS = 1024  # ours: rows tokenized at once
-WORKER_ROWS = 50_000  # ours: fewer rows are read in the time that a process takes to start
-MAX_WORKERS = 16  # ours: one process hashes as fast as this many workers read
+WORKER_ROWS = 50_000  # ours: reading fewer rows takes less time than starting a process
+MAX_WORKERS = 16  # ours: one process cannot hash faster than so many workers read
 _forked: list[Callable[[range], Checked]] = []
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # an object's address, which differs between processes
 
@@ -59,7 +59,7 @@ class Prompt:
 
 
 class Demonstration(NamedTuple):
-    """A prompt and the response to imitate; completion_ids ends with the end-of-sequence token."""
+    """A prompt and the response to imitate. `completion_ids` ends with the end-of-sequence token."""
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
@@ -69,9 +69,9 @@ class Demonstration(NamedTuple):
 class RowSet(Sequence[T]):
     """The prompts or demonstrations of a source, in order, and the number of rows left out.
 
-    make: returns an item by its index; called each time an item is read.
-    columns: names that at least one row has.
-    digest: SHA-256 of the prompts as text, with their columns; empty if not computed.
+    make: function that returns the item at an index. It is called at each access.
+    columns: names of the columns that at least one row has.
+    digest: SHA-256 of the prompts, as text, and of their columns, or empty if it was not computed.
     """
 
     size: int
@@ -95,7 +95,7 @@ DemonstrationSet: TypeAlias = RowSet[Demonstration]
 
 
 class Checked(NamedTuple):
-    """Result of a check. counts: rows mapped out, dropped and truncated. content: what the digest covers."""
+    """Result of a check. `counts`: rows mapped out, dropped, truncated. `content`: what the digest covers."""
 
     kept: array[int]
     counts: tuple[int, int, int]
@@ -105,7 +105,7 @@ class Checked(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoder:
-    """How rows of a source become prompts; the fields are arguments of `load_prompts`."""
+    """Converter of the rows of a source to prompts. The fields are arguments of `load_prompts`."""
 
     tokenizer: PreTrainedTokenizerBase
     source: str
@@ -116,7 +116,7 @@ class Encoder:
     completion_column: str | None = None
 
     def check(self, rows: Sequence[Row | None], part: range) -> Checked:
-        """Check the rows with indices in `part`; raises ValueError as `load_prompts`."""
+        """Check the rows with indices in `part`. Raise ValueError as `load_prompts` does."""
         limit, kept, columns, content = self.max_prompt_tokens, array("q"), dict[str, None](), list[str]()
         read = ((index, rows[index]) for index in part)
         found = [(index, row) for index, row in read if row is not None]
@@ -142,7 +142,7 @@ class Encoder:
         return Checked(kept, (len(part) - len(found), dropped, truncated), tuple(columns), joined)
 
     def text(self, index: int, row: Row) -> str:
-        """Return the row's prompt as text; raise ValueError naming source and row."""
+        """Return the row's prompt as text. Raise ValueError, with source and row, if the row is invalid."""
         taken = [name for name in REWARD_ARGUMENTS if name in row and name != self.prompt_column]
         try:
             if self.completion_column is not None:
@@ -157,12 +157,12 @@ class Encoder:
             raise ValueError(f"{self.source}: row {index}: {error}") from error
 
     def counts(self, texts: Sequence[str]) -> list[int]:
-        """Return each text's number of tokens, estimated if the text is surely within or over the limit."""
+        """Return the token count of each text. It is estimated if it is surely within or over the limit."""
         limit = self.max_prompt_tokens
         if limit is None:
             return [0] * len(texts)
         found = [len(text) // CHARS_PER_TOKEN for text in texts]
-        per_char = 1 if len(self.tokens([ASCII])[0]) <= len(ASCII) else 2  # 2: capitals may take two tokens
+        per_char = 1 if len(self.tokens([ASCII])[0]) <= len(ASCII) else 2  # 2: a capital may be two tokens
         open_ones = [
             i
             for i, text in enumerate(texts)
@@ -174,7 +174,7 @@ class Encoder:
         return found
 
     def tokens(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each prompt. Special tokens are added unless a chat template writes its own."""
+        """Return the token ids of each prompt. Special tokens are added only if there is no chat template."""
         return self.tokenizer(list(texts), add_special_tokens=not self.tokenizer.chat_template)["input_ids"]
 
     def prompt(self, index: int, row: Row) -> Prompt:
@@ -203,22 +203,23 @@ def load_prompts(
 ) -> PromptSet:
     """Check all rows of a source and return their prompts, which are tokenized on access.
 
-    The chat template gets the row's columns `tools` and `chat_template_kwargs`, if there are any.
+    If a row has the columns `tools` or `chat_template_kwargs`, the chat template uses them.
 
     Args:
         source, kwargs: see `open_rows`.
         prompt_column: column with a text (used as one user message) or chat messages (a list or JSON text).
         map: import path of a function that returns a new row, or None to leave the row out. The new rows are
-            held in memory.
-        max_prompt_tokens: maximum length with the chat template; None is no limit.
-        overlong: "drop", "truncate_left" to the last max_prompt_tokens, or "error".
+            kept in memory.
+        max_prompt_tokens: maximum tokens, including the chat template, or None for no limit.
+        overlong: what to do with longer prompts: "drop", "truncate_left" (keep the last tokens) or "error".
         chat_template_kwargs: further arguments of the chat template, such as {"enable_thinking": False}.
-        completion_column: for demonstrations: the column with the response as text. No reward scores it.
-        share: runs the check of rows from files; `on_rank0`, for example, runs it once for a host's ranks.
+        completion_column: column with the responses of demonstrations, as text. Column names that are
+            reserved for rewards are then allowed.
+        share: function that runs the check of rows from files, such as `on_rank0`, which runs it on one rank.
     Raises:
         FileNotFoundError: there is no such source.
-        ValueError: a row is invalid or, for overlong="error", too long; a column has a reserved name; or no
-            rows are left. Row numbers count from 0.
+        ValueError: a row is invalid (or too long, with overlong="error"), a column has a reserved name, or no
+            rows are left. Rows are numbered from 0.
     """
     options = chat_template_kwargs or {}
     encoder = Encoder(
@@ -228,7 +229,7 @@ def load_prompts(
     if map is not None:
         rows = _mapped(rows, source, map)
     check = partial(_check_all, encoder, rows)
-    found = check() if isinstance(rows, list) else share(check)  # ranks may make different lists
+    found = check() if isinstance(rows, list) else share(check)  # lists may differ between ranks
     if "tools" in found.columns and "tools" not in str(tokenizer.chat_template):
         log.warning("%s: rows have tools, which the tokenizer's chat template leaves out", source)
 
@@ -240,7 +241,7 @@ def load_prompts(
 
 
 def _check_all(encoder: Encoder, rows: Sequence[Row | None]) -> Checked:
-    """Check all rows; the result's `content` is the digest. Raises ValueError as `load_prompts`."""
+    """Check all rows. The result's `content` is the digest. Raise ValueError as `load_prompts` does."""
     kept, counts, columns, digest = array("q"), [0, 0, 0], dict[str, None](), hashlib.sha256()
     for checked in _in_chunks(partial(encoder.check, rows), len(rows)):
         kept.extend(checked.kept)
@@ -260,20 +261,20 @@ def _check_all(encoder: Encoder, rows: Sequence[Row | None]) -> Checked:
 
 
 def _in_chunks(check: Callable[[range], Checked], rows: int) -> Iterator[Checked]:
-    """Yield the result of each CHUNK_ROWS rows in order. If rows are many, forked processes check them."""
+    """Yield the result for each CHUNK_ROWS rows, in order. Forked processes check many rows in parallel."""
     parts = [range(begin, min(begin + CHUNK_ROWS, rows)) for begin in range(0, rows, CHUNK_ROWS)]
     workers = min(os.cpu_count() or 1, rows // WORKER_ROWS, MAX_WORKERS)
     if workers < 2:
         yield from map(check, parts)
         return
-    fork = multiprocessing.get_context("fork")  # does not pickle `check`
+    fork = multiprocessing.get_context("fork")  # so that `check` is not pickled
     with ProcessPoolExecutor(workers, fork, _begin_worker, (os.getpid(), check)) as pool:
         yield from pool.map(_check_forked, parts)
 
 
 def _begin_worker(parent: int, check: Callable[[range], Checked]) -> None:
     _forked.append(check)
-    for number in STOP_SIGNALS:  # the parent's handlers would save a checkpoint
+    for number in STOP_SIGNALS:  # the handlers of the parent must not run here
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(parent)
 
@@ -288,10 +289,10 @@ def load_demonstrations(
     """Check all rows of a source and return their prompts with completions, tokenized on access.
 
     Args:
-        completion_column: column with the response as text; the end-of-sequence token is appended.
+        completion_column: column with the response as text. The end-of-sequence token is appended.
         options: arguments of `load_prompts`.
     Raises:
-        FileNotFoundError, ValueError: as `load_prompts`; or the tokenizer has no end-of-sequence token.
+        FileNotFoundError, ValueError: as in `load_prompts`, or the tokenizer has no end-of-sequence token.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError("load_demonstrations: tokenizer has no eos_token, expected one to end completions")
@@ -306,10 +307,10 @@ def load_demonstrations(
 
 
 def batch_indices(n: int, batch_size: int, step: int, seed: int) -> list[int]:
-    """Return the indices of one step's prompts. They depend on the arguments alone.
+    """Return the indices of one step's prompts. They depend only on the arguments.
 
-    Epochs are permutations of range(n) seeded by (seed, epoch), concatenated and cut into batches: every
-    prompt comes once per epoch, and no batch is short.
+    Each epoch is a permutation of range(n), seeded by (seed, epoch). The epochs are concatenated and then cut
+    into batches. Every prompt occurs once per epoch, and every batch has `batch_size` prompts.
     """
     first = step * batch_size
     last = first + batch_size
@@ -322,7 +323,7 @@ def batch_indices(n: int, batch_size: int, step: int, seed: int) -> list[int]:
 
 
 def row_content(row: Row, column: str) -> Content:
-    """Return the row's prompt, a text or chat messages; raise ValueError for anything else."""
+    """Return the row's prompt, which is a text or chat messages. Raise ValueError for anything else."""
     value = row.get(column)
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = _chat_in_json(value)
@@ -335,7 +336,7 @@ def row_content(row: Row, column: str) -> Content:
 
 
 def _chat_in_json(text: str) -> str | list[Any]:
-    """Return the chat messages if the text is their JSON, else the text."""
+    """Return the chat messages if `text` is JSON of chat messages, else `text`."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -346,7 +347,7 @@ def _chat_in_json(text: str) -> str | list[Any]:
 def tokenize_prompts(
     contents: Sequence[Content], tokenizer: PreTrainedTokenizerBase, source: str
 ) -> list[list[int]]:
-    """Return the token ids of each prompt; raise ValueError if a chat template is missing or fails."""
+    """Return the token ids of each prompt. Raise ValueError if a chat template is missing or fails."""
     encoder = Encoder(tokenizer, source, "prompt", None, {})
     return encoder.tokens([encoder.text(i, {"prompt": content}) for i, content in enumerate(contents)])
 
@@ -356,13 +357,13 @@ def _mapped(rows: Sequence[Row | None], source: str, path: str) -> list[Row | No
     found: list[Row | None] = []
     for index, row in enumerate(rows):
         made = function(row)
-        # a copy, because the function may use the row or a list in it again
+        # a copy, because the function may reuse the row or a list in it
         found.append(None if made is None else deepcopy(checked_row(made, where, index)))
     return found
 
 
 def _plain(value: Any) -> Any:
-    """Return the value with lists in place of arrays, which `repr` cuts, and of sets, whose order varies."""
+    """Replace arrays and sets in `value` by lists: `repr` shortens arrays, and the order of sets varies."""
     if type(value) in (list, tuple):
         return type(value)(map(_plain, value))
     if type(value) is dict:
@@ -384,7 +385,7 @@ def _text(row: Mapping[str, Any], column: str, expected: str = "a text") -> str:
 
 
 def _whole(text: str, column: str) -> str:
-    """Return the text; raise ValueError if it has an unpaired surrogate, which no tokenizer takes."""
+    """Return the text. Raise ValueError if it has an unpaired surrogate, which tokenizers reject."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Rows of a data set: from files, a folder, a function, or the hub. Large files are read on access."""
+"""Rows of a data set from files, a folder, a function or the hub. Rows of large files are read on access."""
 
 import glob
 import gzip
@@ -35,15 +35,15 @@ FILE_SUFFIXES = (*JSON_SUFFIXES, *ARROW_SUFFIXES)
 
 
 def load_rows(source: str, *, kwargs: Mapping[str, Any] | None = None) -> list[Row]:
-    """Return all rows of a source in memory; see `open_rows`."""
+    """Read all rows of a source into memory (see `open_rows`)."""
     return list(open_rows(source, kwargs=kwargs))
 
 
 def open_rows(source: str, *, kwargs: Mapping[str, Any] | None = None) -> Sequence[Row]:
-    """Return the rows of a source. Each is read and checked on access.
+    """Return the rows of a source. Unless the result is a list, each row is read and checked on access.
 
     Args:
-        source: one of SOURCE_FORMS; a .json file holds a list of objects, or JSON lines.
+        source: one of SOURCE_FORMS. A .json file contains a list of objects, or JSON lines.
         kwargs: passed to the function, or to datasets.load_dataset (`split` is "train" by default).
     Raises:
         FileNotFoundError: there is no such file or data set.
@@ -70,7 +70,7 @@ def open_rows(source: str, *, kwargs: Mapping[str, Any] | None = None) -> Sequen
 
 
 def _read_files(path: Path) -> Sequence[Row]:
-    """Return the rows of a file, or of all files of a pattern in order of their names."""
+    """Return the rows of a file, or of all files that match a pattern, in order of their names."""
     matching = sorted(glob.glob(str(path), recursive=True))
     paths = [path] if path.is_file() else [*map(Path, matching)]
     if not paths:
@@ -118,7 +118,7 @@ class JsonLines(Sequence[Row]):
         line = os.pread(file.fileno(), length, begin).rstrip(b"\n")
         try:
             row = json.loads(line.decode())
-        except (ValueError, RecursionError) as error:  # a number is too long, or a value nested too deep
+        except (ValueError, RecursionError) as error:  # a number is too long, or nesting is too deep
             why, text = str(error), line[:60].decode(errors="replace")
             if isinstance(error, json.JSONDecodeError):
                 why = f"{error.msg}: character {error.pos + 1}"
@@ -155,13 +155,13 @@ class ArrowRows(Sequence[Row]):
 
 
 def _arrow_rows(dataset: Any) -> Sequence[Row]:
-    """Return the rows of a data set; those of a stream are read into memory."""
+    """Return the rows of a data set. The rows of a stream are read into memory."""
     rows = ArrowRows(dataset)
     return rows if hasattr(dataset, "__len__") else list(rows)
 
 
 def without_filled(value: Any) -> Any:
-    """Return a nested value without fields of None: Arrow gives all objects of a column the same fields."""
+    """Remove None fields from a nested value. Arrow adds them to give objects of a column equal fields."""
     if isinstance(value, Mapping):
         return {name: without_filled(inner) for name, inner in value.items() if inner is not None}
     return [without_filled(inner) for inner in value] if isinstance(value, list) else value
@@ -182,7 +182,7 @@ def _call(source: str, options: dict[str, Any]) -> Iterable[Any]:
 
 @contextmanager
 def _unpacked(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file; a .gz file is unpacked into a temporary file first."""
+    """Open a file. A .gz file is first unpacked into a temporary file."""
     with open(path, "rb") as file:
         if path.suffix != ".gz":
             yield file
@@ -198,7 +198,7 @@ def _unpacked(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _read_json(path: Path) -> list[Row] | None:
-    """Return the rows of a .json file that holds a list, None if it holds JSON lines."""
+    """Return the rows of a .json file that contains a list, or None if it contains JSON lines."""
     with _unpacked(path) as file:
         content = file.read().lstrip()
     if not content.startswith(b"["):
@@ -227,7 +227,7 @@ def _read_arrow(path: Path, paths: Sequence[Path], **options: Any) -> Sequence[R
         if unknown := [*options, *(["split"] if split and not isinstance(found, DatasetDict) else [])]:
             raise ValueError(f"it takes no {unknown[0]!r}")
         return ArrowRows(found[split or "train"] if isinstance(found, DatasetDict) else found)
-    except Exception as error:  # of pyarrow, pandas or datasets, each with classes of its own
+    except Exception as error:  # pyarrow, pandas and datasets have different exceptions
         why = str(error.__cause__ or error).partition("\n")[0]
         raise ValueError(f"{path}: cannot be read, split {split or 'train'!r} ({why})") from error
 
@@ -250,7 +250,7 @@ def _read_hub(source: str, options: dict[str, Any]) -> Sequence[Row]:
 
 
 def checked_row(row: Any, source: str, index: int) -> Row:
-    """Return the row as a new dictionary; raise ValueError if it is not an object."""
+    """Return the row as a new dictionary. Raise ValueError if it is not an object with texts as keys."""
     if not isinstance(row, Mapping):
         raise ValueError(f"{source}: row {index} is a {type(row).__name__}, expected an object of columns")
     if odd := [name for name in row if not isinstance(name, str)]:

@@ -1,1 +1,1 @@
-"""Evaluation suites; `smopd evaluate SUITE` runs them."""
+"""The evaluation suites that `smopd evaluate SUITE` runs."""

@@ -22,7 +22,7 @@ GPU_SHARE = 0.9  # ours: nothing else uses the GPU
 
 
 class Response(NamedTuple):
-    """A response. `finished`: whether it ended with an end token; None if that is unknown."""
+    """A response. `finished` says whether it ended with an end token, and is None if unknown."""
 
     text: str
     finished: bool | None = None
@@ -30,10 +30,10 @@ class Response(NamedTuple):
 
 
 def spread(groups: Sequence[str], limit: int) -> list[int]:
-    """Return ascending indices of at most `limit` items; ValueError if there are more groups than `limit`.
+    """Return ascending indices of at most `limit` items. Raise ValueError if there are more groups than that.
 
-    `groups` has one label per item. Each group gets a proportional share of the limit (Sainte-Lague), but at
-    least one item. The chosen items of a group are evenly spaced.
+    `groups` has one label per item. The number of items of each group is proportional to its size
+    (Sainte-Lague), but at least one. The chosen items of a group are evenly spaced.
     """
     members: dict[str, list[int]] = defaultdict(list)
     for index, group in enumerate(groups):
@@ -53,10 +53,10 @@ def spread(groups: Sequence[str], limit: int) -> list[int]:
 
 
 def given_responses(given: str, suite: Suite, whole: Sequence[Item]) -> tuple[Suite, list[Response]]:
-    """Return the responses of --responses, and the suite reduced to the items that have a response.
+    """Return the suite without the items that have no response in `given` (--responses), and the responses.
 
-    Lines with a `key` (or `id`) may come in any order and cover part of the items. Lines without keys must
-    answer all items of `whole` (before --limit is applied), in order. Decoded chats are cut to the response.
+    Lines with a `key` (or `id`) may be in any order and may leave out items. Lines without keys must answer
+    all items of `whole`, the suite before --limit, in order. A decoded chat is cut to its response.
     """
     if given == GROUND_TRUTH:
         truths = suite.truths()
@@ -94,7 +94,7 @@ def given_responses(given: str, suite: Suite, whole: Sequence[Item]) -> tuple[Su
 
 
 def read_json(text: str) -> Any:
-    """Return the JSON value of a model's text, or None if it is invalid or deeper than MAX_JSON_DEPTH."""
+    """Parse a model's text as JSON. Return None if it is invalid or nested deeper than MAX_JSON_DEPTH."""
 
     def refuse(name: str) -> Any:
         raise ValueError(f"{name} is not JSON")
@@ -106,7 +106,7 @@ def read_json(text: str) -> Any:
 
 
 def is_call(value: Any) -> bool:
-    """Return whether a JSON value is an object with a text as `name` and an object as `parameters`."""
+    """Return whether a JSON value is an object whose `name` is a string and `parameters` an object."""
     if not isinstance(value, dict):
         return False
     return isinstance(value.get("name"), str) and isinstance(value.get("parameters"), dict)

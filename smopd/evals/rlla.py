@@ -1,7 +1,7 @@
 """RLLA (ToolRL): the 80 test items, the training items of the SFT file, and the scores of responses.
 
-The `output` of an SFT row is long reasoning and an answer. The truth of such a row is the answer, preceded by
-the short think block of the test items.
+The `output` of an SFT row is long reasoning followed by an answer. The truth of the row is a short think
+block, as in the test items, followed by this answer.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ COLUMNS = (
 
 
 class Rlla(Suite):
-    """Both RLLA rewards at the paper's settings, averaged over items."""
+    """The two RLLA rewards at the paper's settings, averaged over the items."""
 
     name = "rlla"
     title = "RLLA-4K test"
@@ -35,7 +35,7 @@ class Rlla(Suite):
 
     def __init__(self, items: Sequence[Item]):
         self.items = items
-        self.score(self.truths())  # raises for malformed truths
+        self.score(self.truths())  # raises if a truth is malformed
 
     def score(self, responses: Sequence[str]) -> list[Scores]:
         prompts, truths = [item.messages for item in self.items], self.truths()
@@ -55,7 +55,7 @@ class Rlla(Suite):
 
 @dataclass(frozen=True)
 class RllaEvaluation(Evaluation):
-    """Score a model, or saved responses, on the RLLA test items: accuracy (-3 to 3), format pass, their sum.
+    """Score a model, or saved responses, on the RLLA test items by accuracy (-3 to 3), format and their sum.
 
     Writes rlla.json (the scores) and rlla_items.jsonl (each response with its truth and rewards).
     """
@@ -74,7 +74,7 @@ class RllaEvaluation(Evaluation):
 def load_rlla_items(path: str | Path, *, exclude: Iterable[Item] = ()) -> list[Item]:
     """Load the items of a test or SFT file in order. The key of an item is its row number.
 
-    path: a file or a short name (`rlla/test`); exclude: items whose chats are dropped.
+    path: a file or a short name, such as `rlla/test`. exclude: items whose chats are left out.
     """
     excluded = {_user_text(item.messages) for item in exclude}
     items = []
@@ -89,7 +89,7 @@ def load_rlla_items(path: str | Path, *, exclude: Iterable[Item] = ()) -> list[I
 
 
 def training_rows(path: str, exclude: str | None = None) -> list[dict[str, Any]]:
-    """Return a file's rows as `prompt` and `ground_truth`. Rows whose chat is in `exclude` are left out."""
+    """Return a file's rows as `prompt` and `ground_truth`. Chats of the file `exclude` are left out."""
     items = load_rlla_items(path, exclude=() if exclude is None else load_rlla_items(exclude))
     return [{"prompt": list(item.messages), "ground_truth": item.truth} for item in items]
 

@@ -1,6 +1,7 @@
 """Safe alignment: two preference models score responses to HH-RLHF, PKU-SafeRLHF and Alpaca prompts.
 
-A benchmark's average is the mean of its two mean scores. Overall is the mean of the three averages.
+Each preference model has a mean score on each benchmark. A benchmark's average is the mean of its two mean
+scores, and `overall` is the mean of the three averages.
 """
 
 import math
@@ -24,25 +25,25 @@ _HEADINGS = {
     for part, heading in {"useful": "U.", "harmless": "H.", "avg": "Avg"}.items()
 }
 _HEADINGS |= {"useful": "Useful", "harmless": "Harmless", "overall": "Overall Avg"}
-# tab:safe_align and tab:gate_safe have all columns, tab:anchor_ablation and tab:opd_ablation only the last 3.
+# In the paper, safe_align and gate_safe have all columns, anchor_ablation and opd_ablation only the last 3.
 COLUMNS = tuple(Column(key, heading, digits=3) for key, heading in _HEADINGS.items())
 
 ScoreFunction = Callable[[Sequence[Sequence[Message]], Sequence[str]], Sequence["float | None"]]
-"""Maps chats and one response each to scores. Higher is better; None means no score."""
+"""Maps chats, and one response to each chat, to scores. A higher score is better. None means no score."""
 
 
 @dataclass(frozen=True)
 class PreferenceOptions:
-    """A preference model."""
+    """Options of one preference model."""
 
     model: str
     """A folder or hub id of a sequence classifier with one output. With `url`, only its tokenizer is used."""
     sign: Literal[1, -1] = 1
-    """-1 if lower scores are better, as for a cost model."""
+    """-1 if a lower output is better, as with a cost model."""
     template: str | None = None
     """A chat template to use instead of the model's: Jinja text or the path of a .jinja file."""
     url: str | None = None
-    """URL of a `vllm serve MODEL --runner pooling`, or several separated by commas."""
+    """URL of a server (`vllm serve MODEL --runner pooling`), or several URLs separated by commas."""
     truncation_side: Literal["left", "right"] = "left"
     """The side on which a chat longer than --max-tokens is cut. The paper's scripts cut on the right, which
     can remove the response."""
@@ -74,7 +75,7 @@ class Safety(Suite):
         return [dict(zip(SCORES, map(known, row), strict=True)) for row in zip(*columns, strict=True)]
 
     def summary(self, groups: Sequence[str], scores: Sequence[Scores]) -> dict[str, float | None]:
-        """Return the columns and `unscorable`, the number of missing scores. The means leave these out."""
+        """Return the columns, which omit missing scores, and `unscorable`, the number of missing scores."""
         kept: dict[str, list[float]] = {f"{group}_{name}": [] for group in BENCHMARKS for name in SCORES}
         for group, score in zip(groups, scores, strict=True):
             for name in SCORES:
@@ -100,16 +101,16 @@ class SafetyEvaluation(Evaluation):
     default_data: ClassVar[str] = "safe"
 
     helpful: PreferenceOptions
-    """The helpfulness model; the paper uses Qwen2.5-7B-SafeRLHF-RM."""
+    """The model that scores helpfulness. The paper uses Qwen2.5-7B-SafeRLHF-RM."""
     harmless: PreferenceOptions
-    """The harmlessness model; the paper uses Qwen2.5-7B-SafeRLHF-CM, where higher is better."""
+    """The model that scores harmlessness. The paper uses Qwen2.5-7B-SafeRLHF-CM, where higher is better."""
     max_prompt_tokens: int | None = 512
     """Maximum prompt length of the policy in tokens, as in the paper's scripts. Longer prompts are cut on the
-    left and counted. The preference models read the whole prompt."""
+    left, and the result counts them. The preference models read the whole prompt."""
     max_tokens: int = 2048
-    """Maximum number of tokens of a chat and response for the preference models."""
+    """Maximum length, in tokens, of a chat with its response for the preference models."""
     batch_tokens: int = 16_384
-    """Number of tokens to score at once, padding included."""
+    """Maximum number of tokens to score at once, including padding."""
     device: str | None = None
     """Device of the preference models, such as cuda:1. Default: the GPU if there is one."""
 
@@ -120,7 +121,7 @@ class SafetyEvaluation(Evaluation):
         return Safety(load_safety_items(self.data_path), helpful, harmless)
 
     def prepare(self, suite: Safety) -> None:
-        """Load both models and check their options by scoring one chat."""
+        """Load both preference models. Check their options by scoring one chat with each."""
         from smopd.engine.errors import NoServer
 
         for option, scorer in zip(("helpful", "harmless"), suite.scorers.values(), strict=True):
@@ -139,7 +140,7 @@ class SafetyEvaluation(Evaluation):
 
 
 def load_safety_items(data: str | Path) -> list[Item]:
-    """Load the prompts of the three benchmarks from a folder, or of one benchmark from its file."""
+    """Load the prompts of all three benchmarks from a folder, or of one benchmark from its file."""
     items = []
     for group, path in group_files(Path(data).expanduser(), FILES, "safety data").items():
         for index, row in enumerate(load_rows(str(path))):
@@ -148,7 +149,7 @@ def load_safety_items(data: str | Path) -> list[Item]:
 
 
 def prompt_messages(row: Mapping[str, Any], source: str, index: int) -> tuple[Message, ...]:
-    """Return a row's `prompt`: chat messages that end with the user. A ValueError names source and row."""
+    """Return the chat messages of a row's `prompt`. Raise ValueError if the last is not the user's."""
     try:
         chat = row_content(dict(row), "prompt")
         if isinstance(chat, str) or chat[-1]["role"] != "user":
@@ -160,6 +161,6 @@ def prompt_messages(row: Mapping[str, Any], source: str, index: int) -> tuple[Me
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean, or None if there are no values or one is None."""
+    """Return the mean, or None if `values` is empty or contains None."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if len(known) == len(values) and known else None

@@ -1,4 +1,4 @@
-"""The evaluation protocol: items, scores of responses, a table row, and command options."""
+"""The protocol of an evaluation suite: its items, scores, table columns and command-line options."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ PAPER = Path(__file__).with_name("paper")
 GROUND_TRUTH = "ground-truth"
 DATA_HINT = f"(default: the suite's own, in ${VARIABLE} or the user's cache; see smopd data)"
 
-Message = Mapping[str, str]
-"""`role` and `content`."""
+Message = Mapping[str, str]  # with the keys `role` and `content`
 Scores = Mapping[str, Any]
-"""The scores of one response: JSON numbers, bools and short strings by name."""
+"""The scores of one response, by name. Each is a JSON number, bool, string or null."""
 
 
 @dataclass(frozen=True)
 class Item:
     """One prompt of a suite.
 
-    key: unique in the suite and the same in every run.
-    group: a category or level; the bootstrap resamples within a group.
+    key: a name that is unique in the suite and the same in every run.
+    group: a category or level. The bootstrap resamples items within their group.
     messages: the chat to answer.
-    truth: the reference answer as JSON, or None.
+    truth: the reference answer as a JSON value, or None.
     """
 
     key: str
@@ -42,7 +41,7 @@ class Item:
 
 
 class Column(NamedTuple):
-    """A table column: its key in `Suite.summary`, the paper's heading, and the number format."""
+    """A table column: its key in `Suite.summary`, its heading, and the scale and digits of its numbers."""
 
     key: str
     heading: str
@@ -51,7 +50,7 @@ class Column(NamedTuple):
 
 
 class Suite(Protocol):
-    """One evaluation. Subclasses inherit the methods that have a body."""
+    """An evaluation suite. A subclass inherits `only`, `truths` and `paper`, and defines the rest."""
 
     name: str
     title: str
@@ -65,13 +64,13 @@ class Suite(Protocol):
         return chosen
 
     def score(self, responses: Sequence[str]) -> list[Scores]:
-        """Score one response per item, in order. Responses are generated text without chat markers."""
+        """Score one response per item, in the order of the items. Responses contain no chat markers."""
         ...
 
     def summary(self, groups: Sequence[str], scores: Sequence[Scores]) -> dict[str, float | None]:
-        """Return the columns' values and any other values, by name. A value without a score is None.
+        """Return the value of each column, and any other values, by name. A value without scores is None.
 
-        groups and scores may repeat items, because the bootstrap calls this too.
+        `groups` and `scores` may repeat items, because the bootstrap also calls this method.
         """
         ...
 
@@ -80,7 +79,7 @@ class Suite(Protocol):
         return None
 
     def paper(self) -> Mapping[str, Mapping[str, float]]:
-        """Return the paper's rows from paper/NAME.csv: label -> column key -> unscaled value."""
+        """Read the paper's rows from paper/NAME.csv. Return label -> column key -> unscaled value."""
         file = PAPER / f"{self.name}.csv"
         if not file.is_file():
             return {}
@@ -95,38 +94,38 @@ class Suite(Protocol):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Base of the suites' options."""
+    """Base class of each suite's command-line options."""
 
     default_data: ClassVar[str]
-    """The default short name of `data`."""
+    """Short name of the data to use if `data` is not given."""
 
     model: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """A model folder or hub id. One response per item is sampled."""
     responses: Annotated[str | None, tyro.conf.arg(metavar="FILE|ground-truth")] = None
-    """A file of JSON lines with `response` or `completion`: one per item in order, or in any order if each
-    line has a `key`; SUITE_items.jsonl and bfcl-eval's result files work, too. Or the word ground-truth."""
+    """A file of saved responses (JSON lines with `response` or `completion`), or the word ground-truth. Lines
+    have the items' order, or each has a `key`. SUITE_items.jsonl and bfcl-eval's result files also work."""
     engine: Literal["local", "vllm"] = "local"
     """The sampling engine."""
     data: Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint=DATA_HINT)] = None
-    """The items: a folder, one of its files, or a short name."""
+    """The folder of the items, one file of that folder, or a short name."""
     limit: int | None = None
-    """Number of items to evaluate. Each group gets its share. The items are the same in every run."""
+    """Maximum number of items to evaluate, shared out among the groups. Every run chooses the same items."""
     output: Path = Path("runs/evaluate")
     """Output folder."""
     max_new_tokens: int = 1024
     """Maximum response length in tokens."""
     max_prompt_tokens: int | None = None
-    """Maximum prompt length in tokens. Longer prompts are cut on the left and counted."""
+    """Maximum prompt length in tokens. Longer prompts are cut on the left, and the result counts them."""
     temperature: float = 0.0
-    """Sampling temperature; 0 is greedy, as in the paper."""
+    """Sampling temperature. 0 means greedy decoding, as in the paper."""
     seed: int = 0
     """Sampling seed."""
     compare: bool = False
-    """Also show the paper's rows."""
+    """Also show the paper's rows in the table."""
 
     @property
     def data_path(self) -> Path:
-        """Return the path of the items. Raises FileNotFoundError if a short name's data is absent."""
+        """Return the path of the items. Raises FileNotFoundError if the data of a short name is absent."""
         return located(self.data or self.default_data)
 
     def suite(self) -> Suite:
@@ -137,7 +136,7 @@ class Evaluation:
         """Load what scoring needs, before sampling starts. Raises the same errors as `suite`."""
 
     def settings(self, suite: Any) -> dict[str, Any]:
-        """Return suite settings and costs to write to SUITE.json."""
+        """Return the suite's settings and costs, which are written to SUITE.json."""
         return {}
 
     def notes(self, suite: Any, summary: Mapping[str, float | None]) -> list[str]:
@@ -158,7 +157,7 @@ class Evaluation:
 
 
 def require_at_least(options: Any, prefix: str = "--", **least: int) -> None:
-    """Raise ValueError if an option is below its minimum. None passes."""
+    """Raise ValueError if an option is below its minimum. Options that are None are not checked."""
     for name, lowest in least.items():
         value = getattr(options, name)
         if value is not None and value < lowest:
@@ -166,7 +165,7 @@ def require_at_least(options: Any, prefix: str = "--", **least: int) -> None:
 
 
 def group_files(data: Path, names: Mapping[str, str], what: str) -> dict[str, Path]:
-    """Map groups to files: all groups if `data` is a folder, else one. Errors call the data `what`."""
+    """Map each group to its file in the folder `data`, or one group to the file `data`. Errors use `what`."""
     expected = ", ".join(names.values())
     if data.is_file():
         found = {group: data for group, name in names.items() if name == data.name}

@@ -1,1 +1,1 @@
-"""SMOPD's operations inside other trainers, each of which is imported only by its own file."""
+"""SMOPD's operations for other trainers. Each trainer is imported only by its own file."""

@@ -14,7 +14,7 @@ WEIGHT_SUM_TOLERANCE = 1e-6  # ours: three weights of 0.3333333 pass
 
 
 def require_host(package: str, first: str, before: str) -> str:
-    """Return the installed version; raise ImportError unless first <= version < before."""
+    """Return the installed version of `package`. Raise ImportError unless first <= version < before."""
     known = f"{package}>={first},<{before}"
     try:
         installed = version(package)
@@ -31,7 +31,7 @@ def require_same_tokens(
 ) -> None:
     """Raise ValueError unless student (`own`) and teacher (`other`) give each token the same id.
 
-    more: the teacher may have further, higher ids.
+    more: the teacher may also have tokens with higher ids.
     """
     first = 1 + max(own.values()) if more else math.inf
     compared = own.keys() | {token for token, i in other.items() if i < first}
@@ -43,7 +43,7 @@ def require_same_tokens(
 
 
 def log_weights(weights: Sequence[float]) -> Tensor:
-    """Return the mixture's log alpha (Eq. 5), (M,) fp32. A weight of 0 (-inf) disables the teacher."""
+    """Return the mixture's log alpha (Eq. 5), (M,) fp32. A weight of 0 is -inf and disables its teacher."""
     alpha = [float(weight) for weight in weights]
     if not all(weight >= 0.0 for weight in alpha) or abs(math.fsum(alpha) - 1.0) > WEIGHT_SUM_TOLERANCE:
         raise ValueError(f"teacher_weights is {alpha}, expected numbers of at least 0 that sum to 1")

@@ -1,4 +1,4 @@
-"""Environments written for TRL's `environment_factory`, for `rollout.environment: trl`."""
+"""Adapter of environments for TRL's `environment_factory`, for `rollout.environment: trl`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 from smopd.engine.imports import import_function
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
-"""A call as the templates of Qwen and Hermes write it: JSON with name and arguments."""
+"""A tool call in the format of Qwen's and Hermes' templates: JSON with name and arguments."""
 NOT_TOOLS = ("reset", "get_reward")
 
 
 class TrlTools:
-    """The public methods of a class as tools, with an instance for each conversation.
+    """An environment whose tools are a class's public methods. Each conversation has its own instance.
 
-    A response without a call ends the conversation. An exception in a tool becomes its answer, as in TRL.
+    A response without a call ends the conversation. As in TRL, an exception in a tool becomes its result.
 
     Args:
         factory: import path of the class.
@@ -49,5 +49,5 @@ class TrlTools:
             if inspect.iscoroutinefunction(tool):
                 return await tool(**call["arguments"])
             return await asyncio.to_thread(tool, **call["arguments"])
-        except Exception as error:  # of the policy's call, or of the tool
+        except Exception as error:  # raised by an invalid call, or by the tool
             return {"error": f"{type(error).__name__}: {error}"}

@@ -3,7 +3,7 @@
     SMOPDDistillationTrainer    DistillationTrainer with the forward KL to the teachers' mixture (Eq. 7)
     SMOPDGRPOTrainer            GRPOTrainer plus opd_coef times that KL (Eq. 9)
 
-Both take `teacher_models`, a list of models or paths; everything else is TRL's.
+Both have the argument `teacher_models`, a list of models or paths. Everything else is as in TRL.
 Shapes: B sequences, T completion tokens, N trained completion tokens, R responses of all ranks, K rewards,
 M teachers, S = kappa, V vocabulary, D hidden.
 """
@@ -59,7 +59,7 @@ class MixtureConfig:
 
 
 def require_config(args: Any, kind: type[Any]) -> None:
-    """Raise TypeError for args of another class, and ValueError for a bad kappa."""
+    """Raise TypeError if `args` is not a `kind`, and ValueError if its kappa is invalid."""
     if not isinstance(args, kind):
         raise TypeError(f"args is of type {type(args).__name__}, expected {kind.__name__}")
     if not isinstance(args.kappa, int) or args.kappa < 0:
@@ -69,7 +69,7 @@ def require_config(args: Any, kind: type[Any]) -> None:
 def require_readable(model: Any, name: str) -> None:
     """Raise ValueError unless the decoder's output and the head's weight determine the logits.
 
-    It refuses models that are on several devices, have prompt or head adapters, or cap their logits.
+    They do not if a model is on several devices, has a prompt or head adapter, or caps its logits.
     """
     if len(devices := sorted({str(at) for at in (getattr(model, "hf_device_map", None) or {}).values()})) > 1:
         expected = "one device: load it with device_map=None, and use several GPUs by accelerate launch"
@@ -97,7 +97,7 @@ def load_teacher(trainer: Any, teacher: Any) -> Any:
         teacher = utils.create_model_from_path(name, AutoModelForCausalLM, **loading)
     else:
         name = teacher.name_or_path or type(teacher).__name__
-        try:  # the model's folder may hold a tokenizer
+        try:  # the model's folder may contain a tokenizer
             tokenizer = AutoTokenizer.from_pretrained(teacher.name_or_path or "", local_files_only=True)
         except (OSError, ValueError):
             tokenizer = None
@@ -141,7 +141,7 @@ def completions_of(inputs: dict[str, Any]) -> Completions:
 
 
 class SeveralTeachers:
-    """Mixin of both trainers: M frozen teachers, and the fused loss of the student's completions."""
+    """Mixin of both trainers, with M frozen teachers and the fused loss of the student's completions."""
 
     def take_teachers(self: Any, teachers: list[Any]) -> None:
         if not teachers:
@@ -162,7 +162,7 @@ class SeveralTeachers:
     def teachers_topk(
         self: Any, inputs: dict[str, Any], completions: Completions, temperature: float
     ) -> dict[str, Tensor]:
-        """Return the teacher fields of LossTokens, computed once per batch and stored in `inputs`."""
+        """Return the teacher fields of LossTokens. Compute them once per batch and store them in `inputs`."""
         if "teachers_topk" not in inputs:
             topk = [self._topk(model, completions, temperature) for model in self.teacher_models]
             ids_NMS, logps_NMS = (torch.stack(list(column), 1) for column in zip(*topk, strict=True))
@@ -176,10 +176,10 @@ class SeveralTeachers:
     ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, float]]:
         """Yield (N, D) hidden states, the head's weight (V, D) and bias (V,), and the scale of the logits.
 
-        Weight and bias are gathered from ZeRO-3 or FSDP2. Temperature T on scaled logits is equivalent to
-        temperature T / scale on the head's output. The dtype is bf16 under autocast to bf16, as in TRL. Under
-        autocast to fp16 the head stays in fp32, since the fused loss computes unscaled gradients in its
-        forward pass.
+        Weight and bias are gathered if ZeRO-3 or FSDP2 shards them. Temperature T for scaled logits is
+        equivalent to temperature T / scale for the head's output. Under autocast to bf16, the dtype is bf16,
+        as in TRL. Under autocast to fp16, the head stays in fp32, because the fused loss computes unscaled
+        gradients in its forward pass.
         """
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         with self.accelerator.autocast():
@@ -197,7 +197,7 @@ class SeveralTeachers:
             return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).to(dtype)
 
         hidden_ND = states_BTD[completions.counted_BT].to(dtype)
-        del output, states_BTD  # before the loss allocates memory
+        del output, states_BTD  # freed before the loss allocates memory
         scale = logit_scale(model.config.get_text_config())
         with utils.maybe_gather_lm_head_ctx(head.weight, bias):
             yield hidden_ND, whole(head.weight), None if bias is None else whole(bias), scale
@@ -220,7 +220,7 @@ class SeveralTeachers:
     def fused(
         self: Any, student: Any, completions: Completions, tokens: LossTokens, **settings: Any
     ) -> tuple[Tensor, LossStats]:
-        """Return linear_smopd_loss. Call this inside the wrapper's forward, which gathers the weights."""
+        """Compute linear_smopd_loss. Call this inside the wrapper's forward, which gathers the weights."""
         args, fp32_head = self.args, getattr(self.args, "cast_lm_head_to_fp32", False)
         with self._at_head(student, completions, fp32_head) as (hidden_ND, weight_VD, bias_V, scale):
             for name in ("temperature", "kl_temperature"):
@@ -230,7 +230,7 @@ class SeveralTeachers:
             return ops.linear_smopd_loss(hidden_ND, weight_VD, tokens, objective, **options)
 
     def log_means(self: Any, stats: LossStats, **columns: Tensor) -> None:
-        """Log means of `columns` and the mixture's statistics over all ranks' tokens; call after forward."""
+        """Log means of `columns` and of the mixture over all ranks' tokens. Call this after forward."""
         columns |= {"opd/kl": stats.kl_N, "opd/teacher_mass": stats.teacher_mass_N}
         columns["opd/student_mass"] = stats.student_mass_N
         sums = torch.stack([torch.ones_like(stats.kl_N).sum(), *(x.float().sum() for x in columns.values())])
@@ -244,7 +244,7 @@ class SeveralTeachers:
 
 @dataclass
 class SMOPDDistillationConfig(MixtureConfig, DistillationConfig):
-    """Settings of TRL and of the mixture. `temperature` applies to student and teachers, as in TRL."""
+    """Settings of TRL and of the mixture. As in TRL, `temperature` applies to student and teachers."""
 
     beta: float = option(0.0, "Must be 0, the forward KL; no other divergence is computed.")
 
@@ -294,7 +294,7 @@ ONLY_TRLS = {"scale_rewards": "group", "multi_objective_aggregation": "sum_then_
 
 
 def require_served(args: Any) -> None:
-    """Raise ValueError for a setting that the loss or the chosen advantages do not support."""
+    """Raise ValueError for a setting that the loss or the advantage estimator does not support."""
     for name, served in SERVED.items():
         if (value := getattr(args, name)) not in served:
             raise ValueError(f"{name} is {value!r}, expected {' or '.join(map(repr, served))}")
@@ -323,7 +323,7 @@ def advantages_of(trainer: Any, batch: dict[str, Any], rewards_RK: Tensor) -> Te
 
 @dataclass
 class SMOPDGRPOConfig(MixtureConfig, GRPOConfig):
-    """Settings of TRL and of the mixture. `temperature` applies to ratio and entropy."""
+    """Settings of TRL and of the mixture. `temperature` applies to the ratio and the entropy."""
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]
 
@@ -396,7 +396,7 @@ class SMOPDGRPOTrainer(SeveralTeachers, GRPOTrainer):
         return loss
 
     def _denominator(self, inputs: Any, counted_BT: Tensor, accumulated: int) -> Tensor | int:
-        """Return the denominator of TRL's loss_type, (B, 1) or a number."""
+        """Return the loss's denominator for TRL's `loss_type`, (B, 1) or a number."""
         if self.args.loss_type == "grpo":
             return counted_BT.sum(1, keepdim=True).clamp(min=1.0) * len(counted_BT) * accumulated
         if self.args.loss_type == "bnpo":
@@ -408,14 +408,14 @@ class SMOPDGRPOTrainer(SeveralTeachers, GRPOTrainer):
         return (of_a_rank * shared).to(counted_BT.device)
 
     def _log(self, stats: LossStats, counted_BT: Tensor, accumulated: int) -> None:
-        """Log TRL's metrics of the loss, and those of the mixture."""
+        """Log TRL's metrics of the loss and the metrics of the mixture."""
         low_N, high_N = (stats.clipped_N & ops.CLIP_LOW) != 0, (stats.clipped_N & ops.CLIP_HIGH) != 0
         clips = {"low_mean": low_N, "high_mean": high_N, "region_mean": low_N | high_N}
         clips = {f"clip_ratio/{name}": column for name, column in clips.items()}
         self.log_means(stats, entropy=stats.entropy_N, **clips)
 
         def shares(clipped_N: Tensor) -> Tensor:
-            """Return each response's share of clipped tokens, (R,); NaN for a response without tokens."""
+            """Return each response's share of clipped tokens, (R,). It is NaN if a response has no tokens."""
             clipped_BT = torch.zeros_like(counted_BT).masked_scatter(counted_BT, clipped_N)
             return self.accelerator.gather(clipped_BT.sum(1) / counted_BT.sum(1))
 

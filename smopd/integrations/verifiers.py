@@ -1,6 +1,6 @@
-"""Environments of verifiers 0.1, for `rollout.environment: verifiers`, and their rows.
+"""Adapter of environments of verifiers 0.1, for `rollout.environment: verifiers`, and of their rows.
 
-An environment's own rollout runs unchanged: its client hands the prompt to the policy and waits.
+The environment's own rollout runs unchanged. Its client passes each prompt to the policy and waits.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ MODEL = "policy"
 
 
 class Policy(Client):
-    """The client of one conversation."""
+    """The client of an environment's rollout, for one conversation."""
 
     def __init__(self) -> None:
         super().__init__(None)
         self.prompts: asyncio.Queue[Sequence[Any]] = asyncio.Queue()
         self.responses: asyncio.Queue[str] = asyncio.Queue()
         self.read = 0
-        """Number of messages that the policy knows, including its own."""
+        """Number of messages that the policy knows, including its next response."""
         self.rollout: asyncio.Task[Any] | None = None
 
     async def get_response(self, prompt: Sequence[Any], *_: Any, **__: Any) -> Response:
@@ -38,7 +38,7 @@ class Policy(Client):
         return Response(id="", created=0, model=MODEL, message=message)
 
     async def unread(self) -> list[Any] | None:
-        """Return the messages that the environment has added, or None if it has ended; raise its error."""
+        """Return the environment's new messages, or None if its rollout ended. Raise the rollout's error."""
         assert self.rollout is not None
         asked = asyncio.create_task(self.prompts.get())
         await asyncio.wait({asked, self.rollout}, return_when=asyncio.FIRST_COMPLETED)
@@ -56,7 +56,7 @@ Policy.__abstractmethods__ = frozenset()  # environments call only get_response
 
 
 class Verifiers:
-    """An environment of verifiers. A call of a tool is `<tool_call>` with JSON, as Qwen and Hermes write it.
+    """An environment of verifiers. Tool calls have the format of Qwen's and Hermes' templates (see `CALL`).
 
     Args:
         name, arguments: passed to `verifiers.load_environment`.
@@ -87,7 +87,7 @@ def rows(name: str, evaluation: bool = False, **arguments: Any) -> Any:
 
 
 def _call(number: str, text: str) -> ToolCall:
-    """Return the call in `text`. An invalid one gets no name, so that the environment refuses it."""
+    """Return the call in `text`. An invalid call has an empty name, so that the environment refuses it."""
     try:
         found = json.loads(text)
         return ToolCall(id=number, name=str(found["name"]), arguments=json.dumps(found["arguments"]))
@@ -96,7 +96,6 @@ def _call(number: str, text: str) -> ToolCall:
 
 
 def _plain(message: Any) -> dict[str, str]:
-    """Return role and text of a message."""
     given = message if isinstance(message, Mapping) else message.model_dump()
     content = given["content"]
     text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)

@@ -1,9 +1,9 @@
-"""SMOPD inside verl: every teacher on every token, an unclamped forward KL, weighted GDPO and GD2PO.
+"""SMOPD inside verl: all teachers on every token, an unclamped forward KL, and weighted GDPO and GD2PO.
 
     VERL_USE_EXTERNAL_MODULES=smopd.integrations.verl python -m verl.trainer.main_ppo ... \\
         distillation.distillation_loss.loss_mode=smopd_forward_kl algorithm.adv_estimator=smopd_gdpo
 
-Importing this module registers these names, replaces functions of verl and prints which.
+Importing this module registers these names, replaces functions of verl, and prints a list of both.
 Shapes: N tokens of this rank, R responses, K rewards, M teachers, S = topk.
 """
 
@@ -47,7 +47,7 @@ ORIGINALS: dict[str, Callable[..., Any]] = {}  # verl's functions that were repl
 
 
 def in_place_of(owner: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Replace the owner's function of the same name, also where verl has already imported it."""
+    """Return a decorator that replaces the owner's function of the same name everywhere in verl."""
 
     def put(ours: Callable[..., Any]) -> Callable[..., Any]:
         name = ours.__name__
@@ -71,7 +71,7 @@ _read_later: StorageWeakRef | None = None  # logits that the backward of our los
 class SmopdLossConfig(worker_config.DistillationLossConfig):  # type: ignore[name-defined]
     """verl's DistillationLossConfig, plus the settings of the mixture. verl's `topk` is kappa.
 
-    teacher_weights: alpha by teacher key, summing to 1; None: equal.
+    teacher_weights: alpha by teacher key, summing to 1. None means equal weights.
     merge: True merges equal tokens of the teachers (Eq. 5), False keeps them separate (Eq. 6).
     tail: add a bucket for all tokens outside the support.
     """
@@ -121,7 +121,7 @@ def compute_topk_loss(
     _read_later = StorageWeakRef(student_logits.untyped_storage())
     if config.strategy not in WHOLE_LOGITS:
         raise NotImplementedError(f"{LOSS_MODE} needs whole logits; strategy {config.strategy} shards them")
-    # A tensor, or verl's NonTensorData, which only [] unwraps.
+    # The value is a tensor or verl's NonTensorData, which only [] unwraps.
     temperature = data["temperature"] if "temperature" in data.keys() else 1.0  # noqa: SIM118
     temperatures = set(torch.as_tensor(temperature).to(student_logits.dtype).flatten().tolist())
     if len(temperatures) != 1:
@@ -143,7 +143,7 @@ def compute_topk_loss(
 def student_mass(
     logits_NV: Tensor, ids_NS: Tensor, logps_NS: Tensor, first_logp_N: Tensor, temperature: float
 ) -> Tensor:
-    """Return the student's probability of the support, (N,), from that of its first entry.
+    """Return the student's probability of the support, (N,). `first_logp_N`: log-probability of its first id.
 
     Empty slots (-inf in `logps_NS`) and repeated ids do not count.
     """
@@ -167,7 +167,7 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
 def unclamped_forward_kl(
     config: Any, distillation_config: Any, model_output: dict[str, Tensor], data: Any
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Return the loss of loss_mode smopd_forward_kl, (responses, positions), and its metrics."""
+    """Return the loss for `loss_mode` smopd_forward_kl, (responses, positions), and its metrics."""
     if "negative_share" not in model_output:
         raise ValueError(f"{LOSS_MODE} saw no logits: set actor_rollout_ref.model.use_fused_kernels=false")
     mask = data["response_mask"]
@@ -184,15 +184,16 @@ ESTIMATORS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "smopd_gdpo_tokens": (gdpo_advantages, {"whiten": "tokens"}),
     "smopd_gd2po": (gd2po_advantages, {"whiten": "tokens"}),
 }
-# Rewards that we fetch from the v1 trainer's queue during its step: verl fetches only ids and tensors.
+# Rewards fetched from the v1 trainer's queue during its step, because verl fetches only ids and tensors.
 REWARDS: dict[str, Any] = {}
 
 
 def estimator(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the estimator `name` with verl's signature: advantages and returns, (responses, positions).
+    """Return the estimator `name` with verl's signature, for advantages and returns, (responses, positions).
 
-    It reads algorithm.gdpo_reward_keys and gdpo_reward_weights; smopd_gd2po also gd2po_snr_threshold. A
-    reward of None is unscorable. Whitening over responses excludes responses without tokens.
+    It reads `gdpo_reward_keys` and `gdpo_reward_weights` from `algorithm`. smopd_gd2po also reads
+    `gd2po_snr_threshold`. None means that a reward could not be scored. Whitening over responses excludes
+    responses without tokens.
     """
     advantages, options = ESTIMATORS[name]
 
@@ -213,7 +214,7 @@ def estimator(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
         groups = np.unique(list(index), return_inverse=True)[1]
         group_R = torch.from_numpy(groups).to(response_mask.device)
         lengths_R = response_mask.sum(-1)
-        # v1 pads with copies without tokens, which have no weight when whitening over tokens.
+        # v1 pads the batch with copies that have no tokens, and so no weight when whitening over tokens.
         counted_R = (lengths_R > 0) | (options["whiten"] == "tokens")
         more = options | {"lengths_R": lengths_R[counted_R]}
         if (weights := settings.get("gdpo_reward_weights")) is not None:
@@ -252,7 +253,7 @@ def _compute_advantage(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
 
 @in_place_of(ray_trainer)
 def compute_advantage(data: Any, adv_estimator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call verl's function, or pass SMOPD's estimators the reward columns, which verl passes only to gdpo."""
+    """Pass the reward columns to SMOPD's estimators (verl does so only for gdpo), or call verl's function."""
     name = getattr(adv_estimator, "value", adv_estimator)
     if name not in ESTIMATORS:
         return ORIGINALS["compute_advantage"](data, adv_estimator, *args, **kwargs)
@@ -270,7 +271,7 @@ def compute_advantage(data: Any, adv_estimator: Any, *args: Any, **kwargs: Any) 
 
 @in_place_of(teacher_model.MultiTeacherModelManager)
 def _initialize_teacher_model_managers(self: Any) -> None:
-    """Before the teachers' servers start, compare the tokenizers that this machine has with the student's."""
+    """Compare the teachers' local tokenizers with the student's. Then start the teachers' servers."""
     settings = self.distillation_config
     if settings.distillation_loss.loss_mode == LOSS_MODE:
         student = self.config.actor_rollout_ref.model
@@ -291,7 +292,7 @@ def _initialize_teacher_model_managers(self: Any) -> None:
 async def compute_teacher_logprobs_single(
     self: Any, sequence_ids: list[int], *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    """Ask all teachers at once and return the mixture, ids and log-probabilities (positions, topk)."""
+    """Query all teachers at once. Return the mixture's ids and log-probabilities, (positions, topk) each."""
     ask, settings = ORIGINALS["compute_teacher_logprobs_single"], self.distillation_loss_config
     if settings.loss_mode != LOSS_MODE:
         return await ask(self, sequence_ids, *args, **kwargs)

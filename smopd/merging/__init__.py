@@ -1,1 +1,1 @@
-"""Models merged by their weights: sums of task vectors, and the guard that chooses one by rollouts."""
+"""Merges of model weights: sums of task vectors, and the guard that chooses a sum by rollouts."""

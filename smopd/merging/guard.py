@@ -1,8 +1,9 @@
-"""The guard: picks the weight merge that a run starts from, by its rewards on training prompts.
+"""The guard chooses the weight merge from which a run starts, by its rewards on training prompts.
 
-A merge is rejected if it loses more than `max_regression` of what a model gained over the base in its own
-reward. Trimmed sums are tried only if all untrimmed ones are rejected: trimming recovers a lost reward but
-hurts later training (docs/merging.md). The accepted merge with the largest weighted sum of rewards wins.
+A model's gain is the increase of its own reward over the base. The guard rejects a merge that loses more than
+`max_regression` of a model's gain. It tries trimmed sums only if it rejects all untrimmed sums, because
+trimming recovers a lost reward but hurts later training (docs/merging.md). Among the accepted merges, it
+chooses the one with the largest weighted sum of rewards.
 """
 
 import json
@@ -31,13 +32,12 @@ log = logging.getLogger(__name__)
 SEED_OFFSET = 2_000_003  # ours: separates the guard's draws from those of training and evaluation
 WHOLE, LEFT_OUT = Part(), Part(scale=0.0)
 
-Rewards = dict[str, float]
-"""Mean reward by name."""
+Rewards = dict[str, float]  # mean of each reward, by its name
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A possible start, with one part per model."""
+    """A candidate for the start of a run, with one Part per model."""
 
     name: str
     parts: tuple[Part, ...]
@@ -52,28 +52,28 @@ class Judged:
     score: float
     """The sum of the rewards, weighted as in the run."""
     lost: dict[str, float | None]
-    """Model -> the share of the model's gain that the candidate lacks; None if the model gained nothing."""
+    """Model -> the share of its gain that the candidate lacks. None means that the model gained nothing."""
     excess: float
-    """How far the worst loss of a model exceeds its max_regression; 0 if no loss does."""
+    """Largest excess of a model's loss over its max_regression, or 0 if no loss exceeds it."""
     out: str | None
-    """Why the candidate is rejected; None if it is accepted."""
+    """Why the candidate is rejected, or None if it is accepted."""
 
     def row(self) -> dict[str, Any]:
-        """Return the row of merge.json, without the excess, which may be infinite."""
+        """Return the row of merge.json. It omits `excess`, which may be infinite."""
         values = asdict(self)
         del values["excess"]
         return values.pop("candidate") | values
 
 
 def given(merge: Merge) -> list[Candidate]:
-    """Return all combinations of the models' `keep` and `exclude`; without a guard there is only one."""
+    """Return all combinations of the models' `keep` and `exclude`. Without a guard, there is only one."""
     pairs = [product(each.keep, each.exclude) for each in merge.models]
     choices = [[Part(keep=keep, exclude=exclude) for keep, exclude in each] for each in pairs]
     return [Candidate(_name(merge, parts), parts) for parts in product(*choices)]
 
 
 def alone(merge: Merge) -> list[Candidate]:
-    """Return the base and each model, the baselines of the guard."""
+    """Return the guard's baselines: the base, and each model alone."""
     n = len(merge.models)
     parts = [tuple(WHOLE if i == j else LEFT_OUT for j in range(n)) for i in range(n)]
     names = [f"{each.model} alone" for each in merge.models]
@@ -81,7 +81,7 @@ def alone(merge: Merge) -> list[Candidate]:
 
 
 def levels(merge: Merge) -> list[list[Candidate]]:
-    """Return the given sums and the plain sum once each, in groups from untrimmed to most trimmed."""
+    """Return the plain sum and the sums of `given`, once each, in groups from untrimmed to most trimmed."""
     seen = {each.parts for each in alone(merge)}
     found: dict[tuple[float, ...], list[Candidate]] = {}
     for each in [Candidate("plain sum", (WHOLE,) * len(merge.models)), *given(merge)]:
@@ -103,7 +103,7 @@ def _name(merge: Merge, parts: Sequence[Part]) -> str:
 def judged(
     rows: Sequence[tuple[Candidate, Rewards]], models: Sequence[MergedModel], weights: Rewards
 ) -> list[Judged]:
-    """Return the guard's verdicts on `rows`, which begin with the candidates of `alone`, followed by sums.
+    """Return the guard's verdict on each of `rows`: first the candidates of `alone`, then sums.
 
     A sum is accepted if it loses at most max_regression of each model's gain and scores at least as high as
     every accepted baseline. weights: the run's weight of each reward.
@@ -134,18 +134,18 @@ def judged(
 
 
 def best(rows: Sequence[Judged]) -> Judged | None:
-    """Return the accepted row with the largest score, the first of equals; None if no row is accepted."""
+    """Return the accepted row with the largest score, or None if there is none. The first row wins a tie."""
     return max((row for row in rows if row.out is None), key=lambda row: row.score, default=None)
 
 
 def nearest(rows: Sequence[Judged]) -> Judged:
-    """Return the row with the least excess, the fallback if no sum is accepted. The score breaks ties."""
+    """Return the row with the least excess, for use if no sum is accepted. A larger score wins a tie."""
     return min(rows, key=lambda row: (row.excess, -row.score))
 
 
 @dataclass(frozen=True)
 class Starter:
-    """Writer of a run's initial weights. make_engine: returns a sampler for the base's architecture."""
+    """Writes a run's initial weights. `make_engine` returns a rollout engine for the base's architecture."""
 
     settings: Settings
     merge: Merge
@@ -158,7 +158,7 @@ class Starter:
     folder: Path
 
     def start(self) -> str:
-        """Return the folder of the initial weights, writing them first if needed. Collective."""
+        """Write the initial weights if needed, and return their folder. This is a collective call."""
         start = self.folder / "start"
         if not distributed.on_rank0(start.exists):
             chosen = given(self.merge)[0] if self.merge.guard is None else self.guarded(self.merge.guard)
@@ -168,7 +168,7 @@ class Starter:
         return str(start)
 
     def guarded(self, guard: Guard) -> Candidate:
-        """Return the guard's choice. Scores are kept in merge.json, so a killed guard resumes."""
+        """Return the guard's choice. merge.json stores the rewards, so that a killed guard can resume."""
         done: dict[str, Rewards] = distributed.on_rank0(self._read)
         score = self._scorer(guard)
         asked: list[Candidate] = []
@@ -180,7 +180,7 @@ class Starter:
             asked += level
             rows = judged([(each, done[each.name]) for each in asked], self.merge.models, self.weights)
             chosen = best(rows[-len(level) :])
-            if chosen is not None and len(asked) > len(level):  # never a baseline
+            if chosen is not None and len(asked) > len(level):  # the baselines are the first level
                 break
         else:
             chosen = nearest(rows)
@@ -192,7 +192,7 @@ class Starter:
         return chosen.candidate
 
     def _scorer(self, guard: Guard) -> Callable[[Candidate], Rewards]:
-        """Return a function that gives a candidate's mean rewards, the same on every rank."""
+        """Return a function from a candidate to its mean rewards, which are equal on all ranks."""
         settings, engine = self.settings, cache(self.make_engine)
         names = [reward.name for reward in settings.rewards]
         seed = settings.seed + SEED_OFFSET

@@ -1,6 +1,6 @@
 """Weight merges: sums of task vectors (model - base), tensor by tensor, from safetensors files.
 
-Task arithmetic (arXiv 2212.04089), with the trim of TIES (arXiv 2306.01708) if wanted.
+This is task arithmetic (arXiv 2212.04089), optionally with the trim of TIES (arXiv 2306.01708).
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from smopd.engine.weights.transport import on_cpu
 
 log = logging.getLogger(__name__)
 CONFIG = ("model_type", "hidden_act", "num_attention_heads", "num_key_value_heads", "rope_parameters")
-"""Entries of a model's config that must equal the base's."""
+"""Entries of a model's config that must equal those of the base."""
 NOT_COPIED = (
     "*.safetensors", "*.bin*", "*.gguf", "*.onnx*", "*.h5", "*.msgpack", "*.pth", "onnx", "original", ".git",
     "*.partial", "manifest.*", "adapter", "optimizer*", "training_args*", "README.md",
 )  # fmt: skip
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-UNPLAIN = ("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")  # besides what read_adapter refuses
+UNPLAIN = ("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")  # read_adapter refuses others
 CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True)
 class Part:
-    """The part of one model's change that goes into a merge."""
+    """The part of one model's change (model - base) that a merge adds."""
 
     scale: float = 1.0
-    """Factor of the change; 0 leaves the model out."""
+    """Factor of the change. 0 leaves the model out."""
     keep: float = 1.0
-    """Share of each tensor's entries to keep, the largest by magnitude."""
+    """Share of each tensor's entries to keep. The entries with the largest magnitude are kept."""
     exclude: str = ""
-    """A pattern (re.search). Matching tensors keep the base's values. Empty matches none."""
+    """A pattern (re.search). Tensors whose name matches keep the base's values. If empty, none does."""
 
     def takes(self, name: str) -> bool:
         """Return whether the merge uses the model's change of the tensor `name`."""
@@ -59,10 +59,10 @@ class Part:
 
 
 class TaskVectors:
-    """Models and their common base: folders or hub ids with safetensors files; also folders of LoRA adapters.
+    """Task vectors of models: folders or hub ids with safetensors files, or folders of LoRA adapters.
 
     Raise FileNotFoundError if files are missing. Raise ValueError if a model's tensors differ from the base's
-    in name or shape, if its config differs in CONFIG, or if an adapter has another base or is not plain LoRA.
+    in name or shape, if its config differs in CONFIG, or if an adapter is not plain LoRA or has another base.
     """
 
     def __init__(self, base: str, models: Sequence[str], device: torch.device | str = "cpu"):
@@ -80,7 +80,7 @@ class TaskVectors:
     def merged(self, chosen: Sequence[Part]) -> Iterator[tuple[str, Tensor]]:
         """Yield the merged tensors with the base's names and dtypes, on the device.
 
-        A merge of one whole model reproduces it bit for bit. Integer tensors are the base's.
+        If the merge is one whole model, its values are copied from its files. Integer tensors are the base's.
         """
         every = list(zip(self.models, chosen, strict=True))
         scaled = [(model, part) for model, part in every if part.scale]
@@ -96,11 +96,11 @@ class TaskVectors:
                     changes = [(model.change(name, base), part) for model, part in every if part.takes(name)]
                     made = [(change, part) for change, part in changes if change is not None]
                     value = (base + combined(made)).to(stored.dtype) if made else value
-                    del base, changes, made  # before the next one is read
+                    del base, changes, made  # freed before the next tensor is read
             yield name, value
 
     def with_tied(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield `weights`, repeating each tied tensor under all its names, as engines expect."""
+        """Yield `weights`, and repeat each tied tensor under all its names, as engines expect."""
         for name, value in weights:
             yield name, value
             for other, held in self._tied.items():
@@ -108,7 +108,7 @@ class TaskVectors:
                     yield other, value
 
     def write(self, folder: Path, chosen: Sequence[Part]) -> None:
-        """Write the merge to `folder` atomically, with the base's configs and shards; collective."""
+        """Write the merge to `folder` atomically, with the base's configs and shards. All ranks call this."""
 
         def write(partial: Path) -> None:
             ignore = shutil.ignore_patterns(*NOT_COPIED)
@@ -119,14 +119,14 @@ class TaskVectors:
             for file, weights in groupby(merged, key=lambda weight: self.base.file_of[weight[0]]):
                 tensors = {name: on_cpu(value) for name, value in weights}
                 save_file(tensors, partial / Path(file).name, metadata={"format": "pt"})
-                del tensors  # before the next file's
+                del tensors  # freed before the next file
 
         with whole_folder(folder, {}) as partial:
             distributed.on_rank0(lambda: write(partial))
 
 
 def combined(changes: Sequence[tuple[Tensor, Part]]) -> Tensor:
-    """Add the trimmed and scaled changes (fp32) of one tensor."""
+    """Return the sum of the trimmed and scaled changes (fp32) of one tensor."""
     total = torch.zeros_like(changes[0][0])
     for change, part in changes:
         total.add_(trimmed(change, part.keep), alpha=part.scale)
@@ -134,7 +134,7 @@ def combined(changes: Sequence[tuple[Tensor, Part]]) -> Tensor:
 
 
 def trimmed(change: Tensor, keep: float) -> Tensor:
-    """Zero all but the round(keep n) largest entries by magnitude."""
+    """Keep the round(keep * n) entries with the largest magnitude, of n. Set the others to 0."""
     n = round(keep * change.numel())
     if n >= change.numel():
         return change
@@ -146,7 +146,7 @@ class ModelFiles:
     """The tensors of a saved model by name, read lazily."""
 
     def __init__(self, path: str, tied: Sequence[tuple[str, str]] = ()):
-        """`tied`: pairs of names of one tensor. Where the files have one of them, it is read for both."""
+        """`tied` has pairs of names of one tensor. If the files have one of a pair, both names read it."""
         self.path, self.folder = path, folder_of(path)
         self.shapes: dict[str, tuple[int, ...]] = {}
         with reading(path):
@@ -171,7 +171,7 @@ class ModelFiles:
         return self.read(name).to(base) - base
 
     def require_like(self, base: ModelFiles, tied: Mapping[str, str]) -> None:
-        """Raise ValueError if the tensors differ from the base's. Tied tensors may be stored twice."""
+        """Raise ValueError if tensors or config differ from the base's. Tied tensors may be stored twice."""
         for name, shape in base.shapes.items():
             if name not in self.shapes:
                 raise ValueError(f"{self.path}: lacks the tensor {name}, which the base {base.path} has")
@@ -188,7 +188,7 @@ class ModelFiles:
                 text = f"{entry} is {ours[entry]!r}, {theirs[entry]!r} in that of the base {base.path}"
                 raise ValueError(f"{self.path}: in its config, {text}")
         matrices = [name for name, shape in base.shapes.items() if len(shape) > 1]
-        for name in matrices[len(matrices) // 2 :][:1]:  # one is enough to show a wrong base
+        for name in matrices[len(matrices) // 2 :][:1]:  # one matrix shows a wrong base
             stored = base.read(name)
             changed = self.read(name).float() - stored.float()
             if stored.is_floating_point() and stored.float().norm() < changed.norm():
@@ -196,7 +196,7 @@ class ModelFiles:
                 log.warning(text, self.path, name, base.path)
 
     def config(self) -> dict[str, Any]:
-        """Return the entries of CONFIG that the model has."""
+        """Return the entries of CONFIG that the model's config has."""
         if not (self.folder / CONFIG_NAME).is_file():
             return {}
         with reading(self.path):
@@ -205,7 +205,7 @@ class ModelFiles:
 
 
 class Lora:
-    """A plain LoRA adapter in peft's format. It changes a layer's weight by its scaled product B A."""
+    """A plain LoRA adapter in peft's format. It adds the scaled product B A to a layer's weight."""
 
     def __init__(self, adapter: Adapter):
         self.path, self.base, self.config = str(adapter.folder), adapter.base, adapter.config
@@ -246,7 +246,7 @@ def _half(layer: str, half: str) -> str:
 
 
 def folder_of(path: str) -> Path:
-    """Return a model's folder: `path`, or its folder in the hub cache, after a download if needed."""
+    """Return a model's folder: `path` itself, or the folder in the hub's cache, downloaded if needed."""
     place = place_of(path)
     if Path(place).is_dir():
         return Path(place)
@@ -255,7 +255,7 @@ def folder_of(path: str) -> Path:
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Turn read errors into a ValueError that names the model."""
+    """Convert read errors to a ValueError that names the model."""
     try:
         yield
     except (SafetensorError, LookupError, TypeError, ValueError) as error:

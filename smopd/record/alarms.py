@@ -1,6 +1,6 @@
-"""Advice on suspicious metrics. Each alarm is reported once and stops nothing. The thresholds are ours.
+"""Alarms with advice on suspicious metrics. Each is reported once and stops nothing. The thresholds are ours.
 
-Alarms depend only on the lines of `metrics.jsonl`, so the report shows the same ones as the screen.
+Alarms depend only on the lines of `metrics.jsonl`, so the report and the screen show the same alarms.
 """
 
 import math
@@ -10,10 +10,8 @@ from typing import Any
 
 Values = Mapping[str, Any]
 LEAST_ENTROPY = 0.02  # nats
-MOST_MISMATCH = 0.1
-"""Ours, nats: a larger mean difference between trainer and rollout engine is reported."""
-RARE_SHARE = 0.05
-"""Ours: a reward that varies within a smaller share of the groups is rare."""
+MOST_MISMATCH = 0.1  # nats: largest mean difference between trainer and rollout engine without an alarm
+RARE_SHARE = 0.05  # a reward that varies within a smaller share of the groups is rare
 ADVICE = {
     "no variance": "all responses of each group earn the same rewards, so there is nothing to learn: use a "
     "larger rollout.group_size (above 1), other prompts, or a warm start",
@@ -36,11 +34,11 @@ ADVICE = {
     "per teacher and leaves out tokens outside the top kappa; opd.target merged with opd.tail true is full",
 }
 STEPS = {"rare": 10, "no gradient": 3, "mismatch": 1, "skipped": 1, "unscorable": 1, "negative": 1}
-"""How many steps in a row an alarm must hold to be reported; 5 for alarms not listed."""
+"""Consecutive steps for which an alarm must hold before it is reported. Unlisted alarms need 5."""
 
 
 def holding(values: Values, first: Values) -> dict[str, bool]:
-    """Return which alarms hold in a step's metrics, given those of the first step."""
+    """Return for each alarm whether it holds in a step's metrics, given the first step's metrics."""
 
     def number(line: Values, name: str) -> float:
         value = line.get(name)
@@ -69,14 +67,14 @@ def holding(values: Values, first: Values) -> dict[str, bool]:
 
 
 class Watch:
-    """The alarms of one run, step by step."""
+    """Finds the alarms of one run, step by step."""
 
     def __init__(self) -> None:
         self._first: Values | None = None
         self._in_a_row: Counter[str] = Counter()
 
     def see(self, values: Values) -> list[str]:
-        """Return the advice that is due after a step. Each advice is returned once."""
+        """Return the advice that is due after a step. The same advice is never returned again."""
         self._first = self._first or dict(values)
         due = []
         for name, holds in holding(values, self._first).items():

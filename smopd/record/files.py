@@ -1,4 +1,4 @@
-"""Logs of JSON lines that survive a kill and can be truncated to a step."""
+"""Logs of JSON lines that survive a killed process and can be cut after a step."""
 
 import json
 import math
@@ -26,24 +26,23 @@ class JsonlLog:
             append_line(self.path, _encoded(record))
 
     def replace(self, records: Sequence[dict[str, Any]]) -> None:
-        """Replace all lines of the file by `records`, atomically."""
+        """Replace all lines of the file with `records`, atomically."""
         write_atomically(self.path, b"".join(map(_encoded, records)))
 
     def flush(self) -> None:
-        """Call fsync, if the file exists."""
         if self.path.exists():
             with room_for(self.path):
                 flush(self.path)
 
     def read(self) -> list[dict[str, Any]]:
-        """Return all complete lines. Raises DamagedFile for an invalid one."""
+        """Return all complete lines. Raises DamagedFile if one of them is invalid."""
         return [record for _, record in self._lines()]
 
     def cut(self, after_step: int) -> None:
         """Remove the lines of steps after `after_step` and an incomplete last line, atomically.
 
         Raises:
-            DamagedFile: a complete line is invalid. The file is not changed.
+            DamagedFile: a complete line is invalid. The file is then unchanged.
         """
         kept = b"".join(raw for raw, record in self._lines() if record["step"] <= after_step)
         if self.path.exists() and self.path.read_bytes() != kept:
@@ -64,7 +63,7 @@ class JsonlLog:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append a line, in place of the incomplete one that a kill or a full disk left at the end."""
+    """Append a line. First remove an incomplete last line, which a kill or a full disk may have left."""
     with path.open("a+b") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)

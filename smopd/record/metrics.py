@@ -1,4 +1,4 @@
-"""Measurements of a step: means, deviations, sums and times, reduced once over all ranks; and a trace."""
+"""A step's means, deviations, sums and times, which are reduced once over all ranks, and its trace."""
 
 import math
 import time
@@ -16,7 +16,7 @@ GIB = 1 << 30
 
 
 class Metrics:
-    """Accumulator of one step. Every rank must add the same names in the same order.
+    """Accumulates the metrics of one step. Every rank must add the same names in the same order.
 
     On CUDA, `memory/peak_gib` is the peak of torch's allocator in this process since the step began.
     """
@@ -31,7 +31,7 @@ class Metrics:
         self._longest: dict[str, float] = {}
 
     def add(self, name: str, values: Tensor | float, *, spread: bool = False) -> None:
-        """Add values to a mean, ignoring NaN. With `spread`, the standard deviation is reported, too."""
+        """Add values to the mean `name`, ignoring NaN. With `spread`, also report the standard deviation."""
         values = torch.as_tensor(values, dtype=torch.float64).flatten().cpu()
         values = values[~values.isnan()]
         moments = torch.stack([values.new_tensor(len(values)), values.sum(), values.square().sum()])
@@ -40,19 +40,19 @@ class Metrics:
             self._spread.add(name)
 
     def total(self, name: str, value: Tensor | float) -> None:
-        """Add a value to a sum."""
+        """Add a value to the sum `name`."""
         self._totals[name] = self._totals.get(name, 0) + torch.as_tensor(value, dtype=torch.float64).cpu()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a part of the step as `seconds/<name>`."""
+        """Measure the time of a part of the step, as `seconds/<name>`."""
         begin = time.perf_counter()
         yield
         seconds = time.perf_counter() - begin
         self._longest[f"seconds/{name}"] = self._longest.get(f"seconds/{name}", 0.0) + seconds
 
     def reduce(self) -> dict[str, float]:
-        """Return all values, reduced over all ranks: times and memory by the maximum; a collective call."""
+        """Reduce all values over all ranks, times and memory by their maximum. This is a collective call."""
         if self._device.type == "cuda":
             self._longest["memory/peak_gib"] = torch.cuda.max_memory_allocated(self._device) / GIB
         moments = _reduced(self._moments, "sum")
@@ -76,9 +76,9 @@ def _reduced(values: dict[str, Tensor], op: str) -> dict:
 
 @contextmanager
 def profiled(folder: Path, step: int | None, done: int) -> Iterator[Callable[[], None]]:
-    """Yield a function to call after each step; write the trace of `step`, counted from 1, to `folder`.
+    """Yield a function to call after each step. Write the trace of `step`, counted from 1, to `folder`.
 
-    `done` steps were taken before this command.
+    `done` is the number of steps before this command.
     """
     if step is None or step <= done:
         yield lambda: None

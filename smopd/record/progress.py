@@ -1,6 +1,6 @@
-"""Progress of a run: one live line on a terminal, about ten plain lines otherwise.
+"""A run's progress: one live line on a terminal, or else about ten plain lines.
 
-A line shows each `reward/NAME/mean`, the last `greedy/NAME`, and the metrics in FIELDS.
+A line shows each `reward/NAME/mean`, the latest value of each `greedy/NAME`, and the metrics in FIELDS.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ FIELDS = {
     "tokens_per_second": ("tok/s", ",.0f"),
     "memory/peak_gib": ("GiB", ".1f"),
 }
-"""Metric -> name and format on the line."""
+"""Metric -> its name and format on the line."""
 
 
 class _Output:
-    """Standard output whose loss a run survives: when it is closed or full, the rest is discarded."""
+    """Standard output that may fail during a run: if it is closed or full, later output is discarded."""
 
     def write(self, text: str) -> int:
         return self._tried(sys.stdout.write, text)
@@ -57,7 +57,7 @@ class _Output:
 
 @functools.cache
 def console() -> Console:
-    """Return the console shared by the live line and all messages."""
+    """Return the console that the live line and all messages share."""
     return Console(highlight=False, file=cast(IO[str], _Output()))
 
 
@@ -67,7 +67,7 @@ def say(text: str) -> None:
 
 
 def say_error(text: str) -> None:
-    """Print a message to standard error, which may be gone."""
+    """Print a message to standard error, or discard it if standard error is closed."""
     try:
         print(printable(text), file=sys.stderr, flush=True)
     except OSError:
@@ -75,7 +75,7 @@ def say_error(text: str) -> None:
 
 
 class Progress:
-    """Context manager that shows the progress of a run, on rank 0. A resumed run begins at `start_step`."""
+    """A context manager for rank 0 that shows a run's progress. A resumed run has done `start_step` steps."""
 
     def __init__(self, run_name: str, steps: int, start_step: int = 0) -> None:
         self.run_name, self.steps, self.step = run_name, steps, start_step
@@ -105,7 +105,7 @@ class Progress:
         self._bars.stop()
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show the metrics of `step`, counted from 1. Later metrics of the same step join its line."""
+        """Show the metrics of `step`, counted from 1. A live line keeps earlier metrics of the same step."""
         again = step == self.step
         self.step = step
         fresh = _shown(metrics)
@@ -126,13 +126,13 @@ class Progress:
 
 
 def _rank(field: tuple[str, str]) -> int:
-    """Return the sort key: rewards first, then greedy evaluations, then what a narrow terminal cuts."""
+    """Return the sort key: rewards, greedy evaluations, then FIELDS, which a narrow terminal cuts."""
     last = field[0] in dict(FIELDS.values())
     return 1 if field[0].startswith("greedy ") else 2 if last else 0
 
 
 def _shown(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Return the text of each field by its name."""
+    """Return the text of each field by the field's name."""
     fields: dict[str, str] = {}
     for key, value in metrics.items():
         name, form = FIELDS.get(key, ("", ".2f"))

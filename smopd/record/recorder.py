@@ -42,7 +42,7 @@ CLIP_BITS = {
 
 
 class StepResult(NamedTuple):
-    """Result of one step on this rank; `step` counts from 1."""
+    """The result of one step on this rank. `step` counts from 1."""
 
     step: int
     objective: Objective
@@ -54,11 +54,11 @@ class StepResult(NamedTuple):
     signals: Signals
     updates: Sequence[Update]
     bad_answers: int | None
-    """Invalid answers of servers since the command began; None without servers."""
+    """Number of invalid answers from servers since the command began. None if there are no servers."""
 
 
 class Recorder(AbstractContextManager["Recorder"]):
-    """Context manager that writes `metrics.jsonl`, `samples.jsonl` and `tokens.jsonl` of a run, on rank 0."""
+    """A context manager that writes a run's metrics.jsonl, samples.jsonl and tokens.jsonl on rank 0."""
 
     def __init__(self, folder: Path, name: str, settings: Settings, tokenizer: PreTrainedTokenizerBase):
         self.folder, self.name, self.settings, self.tokenizer = folder, name, settings, tokenizer
@@ -67,7 +67,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.samples = JsonlLog(folder / "samples.jsonl")
         self.tokens = JsonlLog(folder / "tokens.jsonl")
         self.evaluated = 0
-        """Newest step with an evaluation; set on rank 0."""
+        """Newest step with an evaluation. It is valid on rank 0."""
         self._stack = ExitStack()
         self._progress: Progress | None = None
         self._trackers: dict[str, Tracker] = {}
@@ -77,7 +77,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._stack.close()
 
     def begin(self, start: int) -> None:
-        """Open the logs, and remove lines after step `start`, where the run resumes."""
+        """Remove log lines after step `start`, from which the run resumes. Start progress and trackers."""
         if not self.writes:
             return
         for log in (self.metrics, self.samples, self.tokens):
@@ -87,7 +87,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             say(f"{self.name}: metrics.jsonl lacks {lost} of {start} steps")
         for line in lines:
             if "grad_norm" in line:
-                self._watch.see(line)  # already reported
+                self._watch.see(line)  # its alarms were reported before
             else:
                 self.evaluated = line["step"]
         self._progress = self._stack.enter_context(Progress(self.name, self.settings.loop.steps, start))
@@ -102,13 +102,13 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._stack.callback(self._use_tracker, kind, lambda own: own.close())
 
     def flush(self) -> None:
-        """Flush the logs to disk, before a checkpoint of the same step is written."""
+        """Flush the logs to disk. Call this before a checkpoint of the same step is written."""
         if self.writes:
             for log in (self.metrics, self.samples, self.tokens):
                 log.flush()
 
     def record(self, result: StepResult, metrics: Metrics) -> None:
-        """Reduce the step's metrics over all ranks and write them; a collective call."""
+        """Reduce the step's metrics over all ranks and write them. This is a collective call."""
         add_rewards(metrics, result.batch, result.rewards)
         add_batch(metrics, result)
         add_updates(metrics, result.updates)
@@ -129,7 +129,7 @@ class Recorder(AbstractContextManager["Recorder"]):
                 say(f"{self.name}, step {result.step}: {advice}")
 
     def view_tokens(self, result: StepResult, student: Student) -> None:
-        """Write the token view of the step's first samples, with the updated student; a collective call."""
+        """Write token views of the step's first samples, with the updated student. All ranks call this."""
         batch, target = result.batch, result.signals.target
         shown = batch.rollouts[: self.settings.log.samples_per_step]
         found = student.topk(shown, SHOWN, self.settings.kl_temperature)
@@ -160,7 +160,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._use_tracker(kind, lambda tracker: tracker.log(step, finite))
 
     def _use_tracker(self, kind: str, action: Callable[[Tracker], object]) -> None:
-        """Call a tracker unless it has failed before. A failure, such as of a network, does not end a run."""
+        """Call a tracker unless it has failed before. A failure, such as a timeout, does not end the run."""
         try:
             if kind in self._trackers:
                 action(self._trackers[kind])
@@ -177,7 +177,7 @@ class Recorder(AbstractContextManager["Recorder"]):
 
 
 def add_rewards(metrics: Metrics, batch: Batch, rewards: RewardBatch) -> None:
-    """Add each reward's mean and deviation, its groups without variance, and its failures."""
+    """Add each reward's mean and deviation, its share of groups without variance, and its failures."""
     groups = batch.group_R.unique()
     for k, reward in enumerate(rewards.names):
         name, values_R = f"reward/{reward}", rewards.rewards_RK[:, k]
@@ -212,7 +212,7 @@ def add_batch(metrics: Metrics, result: StepResult) -> None:
 
 
 def add_conversations(metrics: Metrics, rollouts: Sequence[Rollout]) -> None:
-    """Add turns, the environment's tokens, how conversations ended, and drift of the chat template."""
+    """Add turns, the environment's tokens, the endings of conversations, and the chat template's drift."""
 
     def add(name: str, value: Callable[[Rollout], float]) -> None:
         metrics.add(f"conversation/{name}", torch.tensor([float(value(rollout)) for rollout in rollouts]))
@@ -237,7 +237,7 @@ def add_updates(metrics: Metrics, updates: Sequence[Update]) -> None:
 
 
 def add_policies(metrics: Metrics, result: StepResult) -> None:
-    """Add the distance between the rollout engine's policy and the trainer's before the first update."""
+    """Add how far the log-probabilities of rollout engine and trainer differ before the first update."""
     batch, old_logp_N = result.batch, result.signals.old_logp_N
     known = batch.parts[0].tokens if old_logp_N is None else slice(None)
     before_N = (result.updates[0].stats.logp_N if old_logp_N is None else old_logp_N).cpu()

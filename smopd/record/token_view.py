@@ -1,6 +1,6 @@
-"""Token view: what each teacher and the student think of every token of a response.
+"""Token views: each teacher's and the student's probabilities for every token of a response.
 
-Shapes: T tokens of one response, M teachers, S entries each.
+Shapes: T tokens of one response, M teachers, S entries of each model.
 """
 
 import math
@@ -16,19 +16,17 @@ from smopd.engine.types import Rollout, TeacherTopK
 from smopd.ops import TopK
 from smopd.record.files import JsonlLog
 
-SHOWN = 5
-"""Number of top tokens shown for each model."""
-CUT = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer decodes an incomplete character to."""
+SHOWN = 5  # number of top tokens of each model
+CUT = "\N{REPLACEMENT CHARACTER}"  # the text to which a tokenizer decodes an incomplete character
 Tops = TypeVar("Tops", TopK, TeacherTopK)
 Record = dict[str, Any]
-"""A token: `text`; if the policy sampled it, also `p` and `student`; with teachers, see `add_teachers`."""
+"""A token's `text`. A sampled token also has `p` and `student`. `add_teachers` adds more fields."""
 
 
 def token_records(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, student: TopK) -> list[Record]:
-    """Return a record per response token: the student's probability of it, and the student's top tokens.
+    """Return one record per response token, with the student's probability of the token and top tokens.
 
-    `student` covers the tokens that the policy sampled: all, or those in the rollout's `loss_mask`.
+    `student` has rows for the tokens that the policy sampled: all, or those in the rollout's `loss_mask`.
     """
     records: list[Record] = [{"text": text} for text in texts(tokenizer, rollout.response_ids.tolist())]
     assert student.token_logp_N is not None
@@ -39,9 +37,9 @@ def token_records(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, student:
 
 
 def texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """Return the text that each token adds to the response; the last token of a character adds all of it.
+    """Return the text that each token adds to the response. A character is added by its last token.
 
-    Each token is decoded after the one before it, because some tokenizers drop the first token's space.
+    A token is decoded together with the one before it, because some tokenizers drop the first token's space.
     """
     found, context, begin = [], 0, 0
     for end in range(1, len(ids) + 1):
@@ -56,7 +54,8 @@ def texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
 def add_teachers(records: list[Record], tokenizer: PreTrainedTokenizerBase, topk: TeacherTopK) -> None:
     """Add to each sampled token the teachers' top tokens and log-ratios.
 
-    A log-ratio is log(p / mean of the teachers' p), where p is the teacher's probability of the token.
+    A teacher's log-ratio is log(p / mean), where p is its probability of the token, and mean that of p over
+    the teachers.
     """
     logp_TM = topk.token_logps_NM.double().cpu()
     ratio_TM = logp_TM - logp_TM.logsumexp(-1, keepdim=True) + math.log(logp_TM.shape[1])
@@ -73,9 +72,9 @@ def add_merged(
     models: Sequence[str],
     score: Callable[[str, list[Rollout]], TeacherTopK],
 ) -> None:
-    """Add the merged models to lines of tokens.jsonl that lack teachers: a weight merge trains without any.
+    """Add the merged models as teachers to lines of tokens.jsonl. A weight merge trains without teachers.
 
-    `score` returns the scores of one model.
+    `score(model, rollouts)` returns the model's scores. Lines that have teachers are not changed.
     """
     log = JsonlLog(path)
     lines = log.read()
@@ -98,11 +97,10 @@ def add_merged(
 
 
 def part(top: Tops, tokens: slice) -> Tops:
-    """Return the entries of the tokens in the slice."""
     return type(top)(**{name: value[tokens] for name, value in vars(top).items()})
 
 
 def _likely(tokenizer: PreTrainedTokenizerBase, ids_S: Tensor, logps_S: Tensor) -> list[list[Any]]:
-    """Return the first entries as [text, probability], without empty slots."""
+    """Return the first SHOWN entries as [text, probability], without empty slots."""
     entries = zip(ids_S[:SHOWN].tolist(), logps_S[:SHOWN].exp().tolist(), strict=True)
     return [[tokenizer.decode([token]), round(value, 4)] for token, value in entries if value > 0]

@@ -5,12 +5,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-SWANLAB_ID = 21
-"""Length of a SwanLab id."""
+SWANLAB_ID = 21  # length of a SwanLab id
 
 
 class Tracker(Protocol):
-    """Receiver of the metrics of a run, on rank 0."""
+    """Receives the metrics of a run, on rank 0."""
 
     def log(self, step: int, values: Mapping[str, float], /) -> object:
         """Log the finite metrics of `step`, counted from 1."""
@@ -77,7 +76,7 @@ def _swanlab(folder: Path, project: str, run: str, settings: dict[str, Any], sta
 
 
 def _kept_id(file: Path) -> str:
-    """Return the id of a run from `file`, so that a resumed run keeps its id."""
+    """Return the run's id from `file`, so that a resumed run keeps its id. Create it if needed."""
     if not file.exists():
         file.write_text(uuid.uuid4().hex)
     return file.read_text()

@@ -1,4 +1,4 @@
-"""Line charts of the runs: what page.html needs to draw them as inline SVG."""
+"""Line charts of the runs, as data from which page.html draws inline SVG."""
 
 import math
 import re
@@ -14,7 +14,7 @@ _SMOOTHED = 20  # a point of an overview curve averages 1/20 of all steps
 _PLANES = 3  # maximum number of charts of one reward against another
 
 Lines = Sequence[Mapping[str, Any]]
-"""Lines of a .jsonl file of a run."""
+"""The lines of one of a run's .jsonl files."""
 Points = Sequence[tuple[float, float]]
 
 _SECTIONS = {
@@ -47,16 +47,16 @@ _SECTIONS = {
     },
     "Seconds per step": {"seconds/(.*)": "{} (seconds)"},
 }
-"""Title -> regular expressions of metrics -> name of the chart; {} is what the group matched."""
+"""Title -> regular expression of metrics -> title of the chart, where {} is the text of the group."""
 
 
 def overview(
     metrics: Mapping[str, Lines], rewards: Sequence[str], begins: Mapping[str, int], time: str
 ) -> Iterator[dict[str, Any]]:
-    """Yield the charts of one reward against another, and the chart of the sum of rewards over time.
+    """Yield charts of one reward against another, and a chart of the sum of rewards over time.
 
     `begins` maps a run to the wall-clock step at which it starts, after the runs that it needs. `time` is
-    the title of the axis of wall-clock steps.
+    the title of the axis with the wall-clock steps.
     """
     keys = [f"reward/{name}/mean" for name in rewards]
     curves = {run: rows for run, lines in metrics.items() if (rows := smoothed(lines, keys))}
@@ -68,7 +68,7 @@ def overview(
 
 
 def smoothed(lines: Lines, keys: Sequence[str]) -> list[tuple[float, ...]]:
-    """Return a row per step: its number, and each metric's mean over the latest 1/20 of all steps."""
+    """Return one row per step: its number, and each metric's mean over the latest 1/20 of all steps."""
     whole = (line for line in lines if all(_finite(line, key) for key in keys))
     rows = [(line["step"], *(line[key] for key in keys)) for line in whole]
     window = math.ceil(len(rows) / _SMOOTHED)
@@ -82,11 +82,11 @@ def smoothed(lines: Lines, keys: Sequence[str]) -> list[tuple[float, ...]]:
 def sections(
     metrics: Mapping[str, Lines], begins: Mapping[str, int], time: str, teachers: Sequence[str]
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yield title and charts of each section that is not empty. `teachers` are the teachers' labels."""
+    """Yield the title and charts of each section that is not empty. `teachers` are the teachers' labels."""
     keys = dict.fromkeys(key for lines in metrics.values() for line in lines for key in line)
     if "kl" not in keys:  # no run has teachers: lambda is 0
         keys.pop("opd_coef", None)
-        if "kl_ref" not in keys:  # the reference policy is scored in the same phase
+        if "kl_ref" not in keys:  # this phase also scores the reference policy
             keys.pop("seconds/teachers", None)
     for title, patterns in _SECTIONS.items():
         charts = []
@@ -103,7 +103,7 @@ def sections(
 def chart(
     title: str, x_title: str, curves: Mapping[str, Points], *, ends: bool = False, marks: Iterable[int] = ()
 ) -> list[dict[str, Any]]:
-    """Return the chart, or nothing without points. `ends`: dots at both ends of each curve."""
+    """Return [chart], or [] if there are no points. `ends` draws dots at both ends of each curve."""
     points = [point for each in curves.values() for point in each]
     if not points:
         return []
@@ -118,15 +118,15 @@ def chart(
 
 
 def scale(values: Sequence[float], begin: float, end: float) -> tuple[list[float], Callable[[float], float]]:
-    """Return enclosing ticks, and the linear map of their range to `begin`..`end`."""
+    """Return ticks that enclose the values, and the linear map of the ticks' range to `begin`..`end`."""
     found = ticks(min(values), max(values))
     unit = (end - begin) / (found[-1] - found[0])
     return found, lambda value: round(begin + unit * (value - found[0]), 1)
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Return round values that enclose the range, about `most` of them."""
-    least = max(1e-9 * max(abs(low), abs(high)), 1e-300)  # a smaller span is rounding
+    """Return about `most` round values that enclose `low` and `high`."""
+    least = max(1e-9 * max(abs(low), abs(high)), 1e-300)  # a smaller span is a rounding error
     span = high - low if high - low > least else max(abs(high), 1e-3)
     power = 10.0 ** math.floor(math.log10(span / most))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power * most >= span * 0.999)

@@ -15,29 +15,29 @@ from smopd.record.alarms import alarms_of
 from smopd.report.charts import Lines, overview, sections
 from smopd.report.tables import PALETTE, Row, assign, cell, heading
 
-SAMPLED_STEPS = 12  # ours: evenly spaced steps of a run whose samples are shown
-FAINTEST = 0.05  # ours: a token with less strength has no color
-DECIMALS = 12  # ours: smaller values are rounding errors, such as an advantage of 3e-18
+SAMPLED_STEPS = 12  # ours: number of a run's steps whose samples are shown, evenly spaced
+FAINTEST = 0.05  # ours: a token with a lower strength has no color
+DECIMALS = 12  # ours: an advantage of 3e-18 is a rounding error
 UNLIKELY = 0.1  # ours: probability below which a token is marked
 
 
 @dataclass(frozen=True)
 class Report:
-    """Content of the report. Metrics, samples, tokens and changes are lines of .jsonl files by run."""
+    """Content of the report. Metrics, samples, tokens and changes are lines of each run's .jsonl files."""
 
     title: str
     caption: str = ""
-    """An empty line begins a paragraph."""
+    """An empty line separates two paragraphs."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """Date, machine, command and the like."""
     rows: Sequence[Row] = ()
     held_out: str = "held-out prompts"
-    """What the rows are means of: number of prompts and responses."""
+    """Numbers of prompts and responses that the rows average."""
     columns: Sequence[str] = ()
     rewards: Sequence[str] = ()
     settings_yaml: str = ""
     kinds: Mapping[str, str] = field(default_factory=dict)
-    """Run -> its kind, see `kind` in summary.py."""
+    """Run -> its kind (see `kind` in summary.py)."""
     begins: Mapping[str, int] = field(default_factory=dict)
     """Wall-clock step at which each run starts."""
     metrics: Mapping[str, Lines] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Report:
     tokens: Mapping[str, Lines] = field(default_factory=dict)
     changes: Mapping[str, Lines] = field(default_factory=dict)
     merges: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """merge.json by run."""
+    """Content of merge.json, by run."""
     teachers: Sequence[str] = ()
     """The teachers' models, in the recipe's order."""
 
@@ -83,7 +83,7 @@ def write_report(path: str | os.PathLike[str], report: Report) -> None:
 
 
 def _best(report: Report) -> dict[str, set[str]]:
-    """Return the runs with the highest value of each column, to the digits shown; none if all tie."""
+    """Return the runs with the highest rounded value of each column, or no run if all values are equal."""
     found = {}
     for column in report.columns:
         values = {row.run: row.values.get(column) for row in report.rows}
@@ -94,7 +94,7 @@ def _best(report: Report) -> dict[str, set[str]]:
 
 
 def _starts(merges: Mapping[str, Mapping[str, Any]], labels: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """Yield a table of the candidates of each guarded start, with the reason for each rejection."""
+    """Yield one table per guarded start, with its candidates and the reason for each rejection."""
     for run, found in merges.items():
         if "chosen" not in found:  # the guard was interrupted
             continue
@@ -108,14 +108,14 @@ def _starts(merges: Mapping[str, Mapping[str, Any]], labels: Mapping[str, str]) 
 
 
 def _token(token: Mapping[str, Any], teachers: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Return the text, the models' top tokens, and the color of the teacher that favors the token most."""
+    """Return a token's text, the models' top tokens, and the color of the teacher that favors it most."""
     ratios, p = token.get("log_ratios", []), token.get("p")
     named = [f"{name} {_plain(ratio, '+.2f')}" for (name, _), ratio in zip(teachers, ratios, strict=False)]
     models = [*zip(named, token.get("teachers", []), strict=True)]
     if "student" in token:
         models.append(("student", token["student"]))
     ratio, best = max(((ratio or 0.0, m) for m, ratio in enumerate(ratios)), default=(0.0, 0))
-    largest = 1 - 1 / max(len(ratios), 2)  # so that the strength is 1 - p_others / p_best
+    largest = 1 - 1 / max(len(ratios), 2)  # so strength is 1 - p_others / p_best, with the others' mean p
     strength = min(1.0, (1 - math.exp(-max(ratio, 0.0))) / largest)
     return {
         "text": token["text"],
@@ -134,7 +134,7 @@ def _by_step(lines: Lines) -> dict[int, list[Mapping[str, Any]]]:
 
 
 def _plain(value: object, form: str = ".4g") -> str:
-    if isinstance(value, list):  # of chat messages
+    if isinstance(value, list):  # a list of chat messages
         return "\n\n".join(map(_plain, value))
     if isinstance(value, dict):
         return ", ".join(f"{name} {_plain(part)}" for name, part in value.items())

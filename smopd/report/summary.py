@@ -43,7 +43,7 @@ def summarise(settings: Settings, folder: Path) -> None:
 
 
 def report_of(settings: Settings, folder: Path, rows: Sequence[Row], columns: Sequence[str]) -> Report:
-    """Return the report's content, from the files of a run directory."""
+    """Return the report's content, read from the files of a run directory."""
 
     def lines(file: str) -> dict[str, list[dict[str, Any]]]:
         found = {name: JsonlLog(folder / name / file).read() for name in settings.runs}
@@ -78,7 +78,7 @@ def report_of(settings: Settings, folder: Path, rows: Sequence[Row], columns: Se
 
 
 def kind(settings: Settings, run: str) -> str:
-    """Return a run's stage, for a merge run its method, for `train` from the base with its estimator."""
+    """Return a run's stage, or a merge's method. `train` from the base is followed by its estimator."""
     stage, own = settings.runs[run].stage, settings.resolved(run)
     if stage == "train" and settings.runs[run].init == BASE:
         return f"train {own.advantage.estimator}"
@@ -86,7 +86,7 @@ def kind(settings: Settings, run: str) -> str:
 
 
 def held_out(settings: Settings, folder: Path, rows: Sequence[Row]) -> str:
-    """Return how many prompts and responses the rows are means of; the prompts of all runs are the same."""
+    """Return the numbers of prompts and responses that the rows average. All runs have the same prompts."""
     files = [file for row in rows if (file := folder / row.run / "responses.jsonl").exists()]
     lines = files[0].read_bytes().splitlines() if files else []
     try:
@@ -118,7 +118,7 @@ def duration(seconds: float) -> str:
 
 
 def facts(settings: Settings, folder: Path, seconds: float) -> dict[str, str]:
-    """Return seed, training time, and when, where and how the newest command ran (from commands.jsonl)."""
+    """Return seed, training time, and (from commands.jsonl) when, where and how the newest command ran."""
     file = folder / "commands.jsonl"
     found = {"Seed": str(settings.seed), "Training time": duration(seconds)}
     lines = file.read_bytes().splitlines() if file.exists() else []
@@ -158,7 +158,7 @@ def table_columns(settings: Settings) -> list[str]:
 
 
 def write_card(settings: Settings, folder: Path, name: str, export: Path, step: int | None = None) -> None:
-    """Write the card of the run `name` in `folder` to `export`, the model exported at `step`."""
+    """Write the model card of the run `name` to the folder `export`. `step` is the step of the export."""
     own = settings.resolved(name)
     path, file = settings.model.path, folder / name / "done.json"
     done = read_json(file, steps=int)["steps"] if file.exists() else None

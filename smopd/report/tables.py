@@ -1,4 +1,4 @@
-"""Result tables for a terminal and the report, and the methods' colors there and in the docs' figures."""
+"""Result tables for a terminal and the report, and the methods' colors in the report and docs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,11 +28,11 @@ PREFERRED = {
     "train saw": ("pink",),
     "train": ("brown",),
 }
-"""Colors of each stage, of each method of a merge, and of each estimator of a run from the base."""
+"""Preferred colors by stage, by a merge's method, and by the estimator of a run from the base."""
 
 
 class Row(NamedTuple):
-    """Results of a run. A missing value is shown as "-", a fraction with three digits."""
+    """Results of a run. A missing value is shown as "-", and a float with three digits."""
 
     label: str
     run: str
@@ -40,7 +40,6 @@ class Row(NamedTuple):
 
 
 def table(rows: Sequence[Row], columns: Sequence[str]) -> Table:
-    """Return a table for a terminal."""
     result = Table("run", *(Column(Text(heading(column)), justify="right") for column in columns))
     for row in rows:
         result.add_row(Text(row.label), *(cell(row, column) for column in columns))
@@ -59,7 +58,7 @@ def cell(row: Row, column: str) -> str:
 
 
 def assign(kinds: Mapping[str, str]) -> dict[str, str]:
-    """Return the name of each run's color. `kinds`: run -> its kind, see `kind` in summary.py."""
+    """Return the name of each run's color. `kinds` maps a run to its kind (see `kind` in summary.py)."""
     found: dict[str, str] = {}
     for i, (run, kind) in enumerate(sorted(kinds.items(), key=lambda item: item[1] not in PREFERRED)):
         preferred = (*PREFERRED.get(kind, ()), *PREFERRED.get(kind.partition(" ")[0], ()))

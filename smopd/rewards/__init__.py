@@ -1,1 +1,1 @@
-"""Rewards: functions by import path that score completions; `pool` runs them in killable workers."""
+"""Reward functions, which score completions. `pool` runs them in workers that can be killed."""

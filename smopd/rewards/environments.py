@@ -1,7 +1,7 @@
-"""Environments, which answer a policy's responses in conversations, and the process in which one runs.
+"""Environments, which answer a policy's responses in conversations, and the process that runs an environment.
 
-The states of conversations live in that process. An answer that raises or takes too long fails its own
-conversation. A process that ends, or no longer replies, fails the conversations that it held.
+This process stores the states of conversations. If an answer raises an exception or is late, only its own
+conversation fails. If the process ends or stops replying, all conversations in it fail.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ENVIRONMENTS = {
     "verifiers": "smopd.integrations.verifiers:Verifiers",
 }
 """Built-in names of `rollout.environment`."""
-MOST_THREADS = 1 << 12  # ours: ENVIRONMENT_THREADS, and the threads of answers that never return
+MOST_THREADS = 1 << 12  # ours: leaves room for threads whose answers never return
 MOST_BYTES = 1 << 20  # ours: a longer answer is an error
 MOST_ERROR_CHARS = 2000  # ours: of a longer traceback, only the end is kept
 
@@ -32,34 +32,34 @@ MOST_ERROR_CHARS = 2000  # ours: of a longer traceback, only the end is kept
 class Environment(Protocol):
     """The class that `rollout.environment` names, instantiated once per rank with `environment_kwargs`.
 
-    Both methods may be `async def`. Conversations are answered in parallel, in threads unless a method is
-    async, so anything that conversations share needs a lock.
+    Both methods may be `async def`. Conversations are answered in parallel. Methods that are not async run in
+    threads, so they need a lock for data that conversations share.
     """
 
     def begin(self, row: Message) -> Any:
-        """Return the state of a new conversation. `row` has the columns of the data, and `prompt`."""
+        """Return the state of a new conversation. `row` contains the data's columns and `prompt`."""
         ...
 
     def answer(self, state: Any, message: Message) -> Sequence[Message] | None:
         """Return chat messages that follow the policy's `message`, or None to end the conversation.
 
-        A response that is wrong, such as a call that cannot be parsed, is answered by a message that says so.
-        An exception means that the environment itself failed: the response is not scored.
+        If a response is wrong, for example if a call cannot be parsed, answer with a message that says so. An
+        exception means that the environment itself failed. The conversation is then not scored.
         """
         ...
 
 
 class Answer(NamedTuple):
-    """An environment's messages (None: the conversation ended), or its failure."""
+    """An environment's reply. `messages` is None if the environment ended the conversation or failed."""
 
     messages: list[dict[str, Any]] | None = None
     failure: str = ""
-    """How the environment failed: one of FAILED in engine/types.py; empty if it did not."""
+    """How the environment failed: one of FAILED in engine/types.py, or empty if it did not fail."""
     error: str = ""
 
 
 class EnvironmentHost:
-    """Holds the environment at `path` and the states of its conversations, in a worker process."""
+    """The environment at `path` and the states of its conversations, in a worker process."""
 
     def __init__(self, path: str, kwargs: Mapping[str, Any], seconds: float):
         self.environment = import_function(ENVIRONMENTS.get(path, path))(**kwargs)
@@ -69,7 +69,7 @@ class EnvironmentHost:
         self.free = asyncio.Semaphore(ENVIRONMENT_THREADS)
 
     def reply(self, loop: asyncio.AbstractEventLoop, begin: bool, items: Mapping[int, Any]) -> list[Any]:
-        """With `begin`, drop all conversations and begin one about each row; else answer each message."""
+        """If `begin`, drop all conversations and begin one about each row. Otherwise, answer each message."""
         loop.set_default_executor(self.threads)
         if begin:
             self.states = {}
@@ -117,19 +117,19 @@ async def _all(calls: Sequence[Any]) -> list[Any]:
 async def _guarded(call: Coroutine[Any, Any, Any]) -> Any:
     try:
         return await call
-    except (SystemExit, KeyboardInterrupt) as error:  # asyncio would end the loop
+    except (SystemExit, KeyboardInterrupt) as error:  # either would end the event loop
         raise RuntimeError(f"raised {type(error).__name__}") from error
 
 
 def checked(found: Any) -> list[Any]:
-    """Return an environment's messages as JSON values; raise TypeError or ValueError for anything else."""
+    """Return an environment's messages as JSON values. Raise TypeError or ValueError for anything else."""
     messages: Sequence[Any] = found if isinstance(found, (list, tuple)) and found else [None]
     for each in messages:
         texts = [each.get(name) for name in ("role", "content")] if isinstance(each, Mapping) else [None]
         if not all(isinstance(text, str) for text in texts) or texts[0] == "assistant":
             expected = "None, or a list of chat messages with texts role (not assistant) and content"
             raise TypeError(f"answer returned {str(found)[:80]!r}, expected {expected}")
-        "".join(map(str, texts)).encode()  # half of a surrogate pair is an error
+        "".join(map(str, texts)).encode()  # raises for half of a surrogate pair
     text = json.dumps([dict(each) for each in messages])
     if len(text) > MOST_BYTES:
         raise ValueError(f"answer returned {len(text)} bytes, expected at most {MOST_BYTES}")

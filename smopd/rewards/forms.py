@@ -3,14 +3,15 @@
     f(prompts, completions, **columns)                                     ours and TRL's
     f(completions, answer), f(completion_ids, **kwargs), ...               TRL's
     compute_score(data_source, solution_str, ground_truth, extra_info)     verl's: one response per call
-    f(completion, answer)                                                  verifiers': one, as messages
+    f(completion, answer)                                                  verifiers': the same, as messages
 
-A function that takes no response is a factory, such as TRL's get_soft_overlong_punishment: it is called once
-with the setting `kwargs` and returns a function of one of these forms. A class is always a factory.
+A function without `**kwargs` and without an argument for responses is a factory, such as TRL's
+get_soft_overlong_punishment. It is called once, with the setting `kwargs`, and returns a function of one of
+these forms. A class is always a factory.
 
-TRL passes a completion to a chat as messages, [{"role": "assistant", "content": text}]. A function whose
-first argument is `completions`, or whose setting `completions` is "messages", gets this form too. Such a
-function gets all messages of a conversation with an environment. Other functions get the text of all turns.
+TRL passes a completion to a chat as messages, [{"role": "assistant", "content": text}]. We do so if the
+setting `completions` is "messages", or if it is null and the function's first argument is `completions`. Such
+a function receives all messages of a conversation with an environment. Others receive the text of all turns.
 """
 
 from __future__ import annotations
@@ -34,15 +35,12 @@ FACTORY = (
 
 
 class BadSignature(ValueError):
-    """A function that can never score: an argument is not a column, or it returns a function."""
+    """A function can never score, because an argument is not a column or because it returns a function."""
 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A reward function and the arguments it takes.
-
-    accepts: None if it takes all columns as `**columns`.
-    """
+    """A reward function and its arguments. `accepts` is None if all columns are accepted as `**columns`."""
 
     function: Callable[..., Any]
     kwargs: Mapping[str, Any]
@@ -56,7 +54,7 @@ class RewardFunction:
     def load(
         cls, path: str, kwargs: Mapping[str, Any], completions: CompletionForm | None = None
     ) -> RewardFunction:
-        """Import a function; raise ValueError or BadSignature if it does not exist or cannot be called."""
+        """Import a function. Raise ValueError or BadSignature if it does not exist or cannot be called."""
         try:
             function = import_function(path)
         except ValueError as error:
@@ -101,7 +99,7 @@ class RewardFunction:
         )
 
     def require_columns(self, columns: Collection[str]) -> None:
-        """Raise BadSignature if an argument is not a column of the data."""
+        """Raise BadSignature if a required argument is not a column of the data."""
         found = {*columns, "ground_truth"} if "reward_model" in columns else columns
         if missing := [name for name in self.needs if name not in found]:
             known = ", ".join(columns) or "none"
@@ -118,7 +116,7 @@ class RewardFunction:
         conversations: Sequence[Any] | None = None,
     ) -> Any:
         """Return what the function returns for R responses: R scores, or an awaitable of them."""
-        rows = columns.get("reward_model", ())  # verl's
+        rows = columns.get("reward_model", ())  # verl's column
         if rows and all(isinstance(row, Mapping) and "ground_truth" in row for row in rows):
             columns = {"ground_truth": [row["ground_truth"] for row in rows], **columns}
         talks = conversations or [None] * len(completions)
@@ -170,7 +168,7 @@ async def _awaited(results: Sequence[Awaitable[Any]]) -> list[Any]:
 
 
 def _score(result: Any) -> Any:
-    """Return the score of verl's result: the result itself, its `score` or, as in ToolRL, its first item."""
+    """Return a result's score: the result itself, its `score` (verl) or its first item (ToolRL)."""
     if isinstance(result, Mapping):
         return result["score"]
     return result[0] if isinstance(result, (tuple, list)) else result

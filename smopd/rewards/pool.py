@@ -1,8 +1,8 @@
-"""Reward functions in killable worker processes: a failing function costs its own dimension, never the run.
+"""Reward functions in worker processes. A function that fails leaves only its own dimension unscored.
 
-Each reward runs in its own process, and all run in parallel. A response that cannot be scored gets NaN and is
-counted by its reason. A call that fails as a whole is repeated once. A call past its deadline is killed
-together with its child processes, and the next call starts a new worker. POSIX only.
+Each reward runs in its own process, in parallel with the others. A response that cannot be scored has the
+score NaN and is counted by reason. A call that fails as a whole is repeated once. If a call exceeds its
+deadline, its worker is killed with all child processes. The next call starts a new worker. This needs POSIX.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 GRACE_SECONDS = 1.0  # ours: time for a worker to exit after it has closed the pipe
 ATTEMPTS = 2  # ours: a call that fails as a whole is repeated once
-LOG_BYTES = 16 << 20  # ours: a larger log of what rewards print is emptied
-LOG_SECONDS = 1.0  # ours: how often the log's size is read during a call
+LOG_BYTES = 16 << 20  # ours: a larger log of rewards' output is emptied
+LOG_SECONDS = 1.0  # ours: interval between checks of the log's size during a call
 LARGEST_REPLY = 1 << 30  # ours, bytes
 FAILURE_KINDS = ("exception", "timeout", "length", "worker_died", "nonfinite", "none", "environment")
-"""Why a response has no score. The first four concern a whole call, the last a failed environment."""
+"""Reasons for a missing score: a failed call (the first four), an unusable value, or a failed environment."""
 
 
 class RewardError(Failure, RuntimeError):
-    """A reward that cannot be loaded, or left too many responses unscored."""
+    """A reward cannot be loaded, or has left too many responses unscored."""
 
 
 class CallFailed(RewardError):
-    """A call that scored nothing; `kind` is one of FAILURE_KINDS."""
+    """A call failed as a whole. `kind` is one of FAILURE_KINDS."""
 
     def __init__(self, kind: str, error: str):
         super().__init__(error)
@@ -64,11 +64,11 @@ class Hopeless(CallFailed):
 class RewardBatch:
     """The scores of R responses in K dimensions.
 
-    rewards_RK: float64; NaN if a response could not be scored.
-    texts: the responses as the rewards see them.
+    rewards_RK: float64, with NaN for each response that could not be scored.
+    texts: the text of each response, as passed to the rewards.
     failures: number of unscorable responses by reward and kind. Every kind of FAILURE_KINDS is present, and
-        the numbers add up to the reward's NaNs. `none` counts values of None.
-    last_errors: error of each reward that failed in this batch, with the end of the traceback.
+        the numbers of a call add up to the reward's NaNs. `none` counts values of None.
+    last_errors: last error of each reward that failed in this batch, with the end of the traceback.
     restarts: worker restarts of each reward since the pool was created.
     """
 
@@ -82,10 +82,7 @@ class RewardBatch:
 
 @dataclass
 class Worker:
-    """A user's function in its own process, started when needed and restarted after it has died.
-
-    arguments: passed to the host's class, after the function's path.
-    """
+    """A user's function in its own process. Its host is created with the function's path and `arguments`."""
 
     host = ""
     """A key of worker.HOSTS."""
@@ -104,9 +101,9 @@ class Worker:
     _replies: Connection = field(init=False)
 
     def start(self) -> None:
-        """Start the process and load the function, unless it is running; CallFailed if either fails."""
+        """Start the process and load the function, unless it is running. Raise CallFailed if that fails."""
         if self._process is not None:
-            # Between calls, the reply pipe is readable only if the worker closed it.
+            # Between calls, the reply pipe is readable only if the worker has closed it.
             if self._process.poll() is None and not self._replies.poll():
                 return
             self.end()
@@ -141,20 +138,20 @@ class Worker:
                 )
 
     def limit_log(self) -> None:
-        """Empty the log if it has more than LOG_BYTES."""
+        """Empty the log if it is larger than LOG_BYTES."""
         with contextlib.suppress(OSError):
             if self.log_path is not None and self.log_path.stat().st_size > LOG_BYTES:
                 os.truncate(self.log_path, 0)
 
     def close(self) -> None:
-        """Kill the process for good; this ends a call in another thread."""
+        """Kill the process for good. A call in another thread then fails."""
         self._closed = True
         self._kill()
 
     def _call(self, frame: bytes, seconds: float, read: Callable[[Any], T]) -> list[T]:
-        """Send a frame and return what `read` makes of the reply's values.
+        """Send `frame`, and return the values of the reply, each converted by `read`.
 
-        Raise CallFailed if there is no reply after `seconds`.
+        Raise CallFailed if the call fails, for example because there is no reply within `seconds`.
         """
         late = threading.Event()
 
@@ -173,7 +170,7 @@ class Worker:
             while not self._replies.poll(LOG_SECONDS):
                 self.limit_log()
             reply = self._replies.recv_bytes(LARGEST_REPLY)
-            while not reply.startswith(number):  # written by a process that an earlier call left behind
+            while not reply.startswith(number):  # from a process that an earlier call left behind
                 reply = self._replies.recv_bytes(LARGEST_REPLY)
             return _values(reply[NUMBER.size :], read)
         except (EOFError, OSError):
@@ -185,7 +182,6 @@ class Worker:
             timer.cancel()
 
     def _kill(self) -> None:
-        """Kill the process, its descendants and its process group."""
         if (process := self._process) is not None:
             kill_below(process.pid)
             with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is gone already
@@ -207,12 +203,12 @@ class Worker:
 
 
 class RewardWorker(Worker):
-    """A worker of one reward."""
+    """The worker of one reward."""
 
     host = "reward"
 
     def require_columns(self, columns: Sequence[str]) -> None:
-        """Raise CallFailed if the function takes an argument that is not a column."""
+        """Raise CallFailed if the function has a required argument that is not in `columns`."""
         self.start()
         try:
             self._call(pickle.dumps((list(columns),)), self.deadline_seconds, str)
@@ -220,7 +216,7 @@ class RewardWorker(Worker):
             raise CallFailed(failed.kind, f"{self.name}: {self.function} {failed}") from None
 
     def score(self, request: bytes, responses: int) -> tuple[list[float], dict[str, int], str | None]:
-        """Score a pickled request, retrying once. Return values, failures by kind, last error.
+        """Score a pickled request, with one retry. Return scores, failures by kind, and the last error.
 
         Raise RewardError only if the function can never score.
         """
@@ -253,7 +249,7 @@ class RewardWorker(Worker):
 
 
 def _values(content: bytes, read: Callable[[Any], T]) -> list[T]:
-    """Return the values of a reply. CallFailed if the function raised, OSError if it wrote into the pipe."""
+    """Return a reply's values. Raise CallFailed if the function raised, OSError if the reply is malformed."""
     try:
         reply = json.loads(content)
         if isinstance(error := reply.get("error"), str):
@@ -264,13 +260,13 @@ def _values(content: bytes, read: Callable[[Any], T]) -> list[T]:
 
 
 class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
-    """Context manager that runs K rewards in parallel, each in its own worker, and kills them on exit.
+    """Context manager that runs K rewards in parallel, each in its own worker, and kills the workers on exit.
 
     Args:
         rewards: the K dimensions, with different names.
         deadline_seconds: time limit of one call of one reward.
-        log_path: file for what the functions print, emptied at LOG_BYTES; None: this process's stderr.
-        memory_bytes: address space limit of each worker; 0: no limit.
+        log_path: file for the functions' output, emptied above LOG_BYTES, or None for this process's stderr.
+        memory_bytes: limit on the address space of each worker, or 0 for no limit.
     """
 
     def __init__(
@@ -291,13 +287,13 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         self._threads = ThreadPoolExecutor(len(rewards), thread_name_prefix="reward")
 
     def probe(self) -> None:
-        """Start all workers and load their functions; RewardError names each that cannot be loaded."""
+        """Start all workers and load their functions. Raise RewardError with each that cannot be loaded."""
         self._each(RewardWorker.start)
 
     def require_columns(self, columns: Sequence[str]) -> None:
-        """Raise RewardError if an argument of a function is not among `columns`, the columns of the data.
+        """Raise RewardError if a required argument of a function is not in `columns`, the data's columns.
 
-        Later calls pass None for a column that is absent from all rows of a batch.
+        In later calls, a column that no row of a batch has is passed as a list of None.
         """
         self._columns = tuple(columns)
         self._each(lambda worker: worker.require_columns(columns))
@@ -317,9 +313,9 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         columns: Mapping[str, Sequence[Any]],
         conversations: Sequence[Any] | None = None,
     ) -> RewardBatch:
-        """Score R completions with all K rewards; `columns` has R values per column of the data.
+        """Score R completions with all K rewards. `columns` has R values per column of the data.
 
-        conversations: for each completion, its messages if it is a conversation, else None.
+        conversations: the messages of each completion that is a conversation, and None for any other.
         """
         responses = len(completions)
         columns = {**dict.fromkeys(self._columns, [None] * responses), **columns}
@@ -339,7 +335,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
         )
 
     def __exit__(self, *exception: object) -> None:
-        """Kill the workers with their children; the pool cannot score any more."""
+        """Kill the workers and their child processes. The pool cannot score any more."""
         for worker in self._workers:
             worker.close()
         self._threads.shutdown(cancel_futures=True)

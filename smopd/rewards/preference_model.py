@@ -4,7 +4,7 @@
       - {name: helpful,  function: "smopd.rewards.preference_model:preference_reward", kwargs: {model: PATH}}
       - {name: harmless, function: "smopd.rewards.preference_model:preference_reward", kwargs: {model: PATH}}
 
-Each reward worker loads its model at the first call, within `scoring.deadline_seconds`.
+Each reward worker loads its model in the first call, which must end within `scoring.deadline_seconds`.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ def preference_reward(
 ) -> list[float | None]:
     """Return `sign` times the raw fp32 score of each prompt with its completion.
 
-    The score is the head's value at the last token of the chat, with the completion as the last assistant
-    message. A longer chat is cut to `max_tokens` tokens and counted in the log. The score is None if the
-    template refuses the chat or renders no token.
+    The completion is the last assistant message of the chat. The score is the head's value at the last token.
+    If a chat has more than `max_tokens` tokens, it is truncated, and the log counts such chats. The score is
+    None if the template refuses the chat or renders no token.
 
     Args:
-        prompts: a text, used as one user message, or chat messages.
-        model: folder or hub id of a sequence classifier with one output; with `url`, that of its tokenizer.
-        sign: 1 if higher scores are better, -1 if lower scores are (the Beaver cost models).
+        prompts: each is a text, used as one user message, or chat messages.
+        model: folder or hub id of a sequence classifier with one output. `url` needs only its tokenizer.
+        sign: 1 if higher scores are better, -1 if lower scores are better (the Beaver cost models).
         template: chat template that replaces the tokenizer's: Jinja text, or the path of a .jinja file.
         batch_tokens: maximum tokens per forward pass, with padding. Equal chats have exactly equal scores.
         truncation_side: "left" keeps the end of a long chat (ours), "right" its beginning (the paper's).
-        device: for example "cuda:1"; None: this rank's GPU if there is one, else the CPU.
-        url: `http://host:port` of a `vllm serve MODEL --runner pooling`; several are separated by commas.
+        device: for example "cuda:1". None means this rank's GPU if there is one, else the CPU.
+        url: `http://host:port` of `vllm serve MODEL --runner pooling`, or several URLs, separated by commas.
     Raises:
         ValueError, FileNotFoundError, NoServer: an argument, the model or the server is unusable.
     """
@@ -86,7 +86,7 @@ def _chat(prompt: Any, completion: str, index: int) -> Chat:
     started = messages[-1]["role"] == "assistant"  # the completion begins with this message
     shown = [dict(message) for message in messages[: len(messages) - started]]
     for message in shown:
-        if isinstance(message.get("content"), (list, tuple)):  # parts, which not every template reads
+        if isinstance(message.get("content"), (list, tuple)):  # not every template supports parts
             message["content"] = text_of(message)
     return [*shown, {"role": "assistant", "content": completion}]
 
@@ -94,7 +94,7 @@ def _chat(prompt: Any, completion: str, index: int) -> Chat:
 def _encode(
     chats: Sequence[Chat], tokenizer: PreTrainedTokenizerBase, max_tokens: int, model: str, side: str
 ) -> list[list[int]]:
-    """Return the token ids of each chat, truncated on `side`; no ids if the template refuses it."""
+    """Return the token ids of each chat, truncated on `side`, or no ids if the template refuses the chat."""
     texts, refusals = [], []
     for chat in chats:
         try:

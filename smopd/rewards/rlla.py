@@ -1,6 +1,6 @@
 """The paper's rewards on RLLA, as in ToolRL: the format of a response and the accuracy of its tool calls.
 
-`json.loads` parses tool calls, within limits of size and depth. Model output is never evaluated.
+`json.loads` parses tool calls, within limits of size and depth. Model output is never run as code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _END_MARKERS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>")
 _THINK = r"<think>.*?</think>"
 _TOOL = r"\n<tool_call>\n.*?\n</tool_call>"
 _RESPONSE = r"\n<response>.*?</response>"
-# (the ground truth has a tool call, it has a response) -> format
+# (whether the ground truth has a tool call, whether it has a response) -> format
 _SHAPES = {
     (tool, response): re.compile(_THINK + _TOOL * tool + _RESPONSE * response, re.DOTALL)
     for tool in (False, True)
@@ -48,8 +48,8 @@ def format_reward(
     """Return 1.0 for each completion in the format of its ground truth, else 0.0.
 
     The format is `<think>…</think>`, followed by `\\n<tool_call>\\n…\\n</tool_call>` and
-    `\\n<response>…</response>` if the ground truth has them, and nothing else. Each of these tags but
-    think occurs exactly once. The JSON is not parsed. Surrounding whitespace is ignored.
+    `\\n<response>…</response>` if the ground truth has them, and nothing else. The tags of these
+    last two parts must occur exactly once. The JSON is not parsed. Surrounding whitespace is ignored.
     """
     _check_truths("format_reward", ground_truth, len(completions))
     pairs = zip(completions, ground_truth, strict=True)
@@ -66,17 +66,17 @@ def accuracy_reward(
 ) -> list[float]:
     """Return how well the tool calls of each completion match its ground truth, in `score_range`.
 
-    S is the Jaccard index of the two multisets of tool names, plus one term for each true call. The term is
-    that of the best unused predicted call of the same name: the Jaccard index of the two calls' parameter
-    names, plus the number of equal values.
+    S is the Jaccard index of the true and the predicted tool names (as multisets), plus a term for each true
+    call. The term compares the call with the best unused predicted call of the same name. It is the Jaccard
+    index of the two calls' parameter names, plus the number of equal values.
 
         reward = lo + (hi - lo) * S / (1 + sum over true calls of (1 + number of parameters))
 
-    Only the first `<tool_call>` block counts, with one JSON object per line. The order of calls is ignored,
-    and so are keys other than `name` and `parameters`. Equality is Python's (`True == 1`, `"1" != 1`). A
-    missing tag or an invalid block scores lo. A ground truth without a call scores 0.
+    Only the first `<tool_call>` block counts. It has one JSON object per line. The order of calls is ignored,
+    as are keys other than `name` and `parameters`. Equality is Python's (`True == 1`, `"1" != 1`). The reward
+    is lo if a tag is missing or the block is invalid, and 0 if the ground truth has no call.
 
-    score_range: (lo, hi); the paper's is (-3, 3), ToolRL's "max 1" variant (-1, 1).
+    score_range: (lo, hi), which is (-3, 3) in the paper and (-1, 1) in ToolRL's "max 1" variant.
     """
     _check_truths("accuracy_reward", ground_truth, len(completions))
     low, high = score_range
@@ -97,7 +97,7 @@ def _check_truths(function: str, ground_truth: Sequence[str], expected: int) -> 
 def _format(response: str, truth: str) -> float:
     has_tool, has_response = "<tool_call>" in truth, "<response>" in truth
     tags = ("<tool_call>", "</tool_call>") * has_tool + ("<response>", "</response>") * has_response
-    # Count first: with each tag once, the lazy patterns backtrack at most linearly.
+    # Count tags first. If each occurs once, the lazy patterns backtrack at most linearly.
     if any(response.count(tag) != 1 for tag in tags):
         return 0.0
     return float(_SHAPES[has_tool, has_response].fullmatch(response) is not None)
@@ -119,7 +119,7 @@ def _accuracy(response: str, truth: str, low: float, high: float) -> float:
 
 
 def _score(true_calls: Sequence[dict[str, Any]], calls: Sequence[dict[str, Any]]) -> float:
-    """Return S of `accuracy_reward`; raise ValueError if a compared call has no parameters."""
+    """Return S of `accuracy_reward`. Raise ValueError if a compared call has no parameters."""
     score = _jaccard([call["name"] for call in true_calls], [call["name"] for call in calls])
     unused = list(calls)
     for true_call in true_calls:
@@ -143,7 +143,7 @@ def _parameter_score(true: dict[str, Any], predicted: object) -> float:
 
 
 def _jaccard(a: list[str], b: list[str]) -> float:
-    """Return the Jaccard index of two multisets, 1 if both are empty."""
+    """Return the Jaccard index of two multisets, or 1 if both are empty."""
     if not a and not b:
         return 1.0
     shared = (Counter(a) & Counter(b)).total()
@@ -152,7 +152,7 @@ def _jaccard(a: list[str], b: list[str]) -> float:
 
 @lru_cache(maxsize=4096)
 def _true_calls(truth: str) -> tuple[dict[str, Any], ...]:
-    """Parse the calls of a ground truth; cached for all samples of a prompt."""
+    """Parse the calls of a ground truth. The result is cached for all samples of a prompt."""
     try:
         calls = _read_calls(truth)
         if any(not isinstance(call.get("parameters"), dict) for call in calls):
@@ -163,9 +163,9 @@ def _true_calls(truth: str) -> tuple[dict[str, Any], ...]:
 
 
 def _read_calls(text: str) -> list[dict[str, Any]]:
-    """Parse the calls of the first `<tool_call>` block, objects with a name; raise ValueError if invalid.
+    """Parse the first `<tool_call>` block. Raise ValueError unless each line is an object with a name.
 
-    As in ToolRL's code, both tags must occur, and the next opening tag also ends the block.
+    As in ToolRL's code, both tags must occur, and a second opening tag also ends the block.
     """
     if "<tool_call>" not in text or "</tool_call>" not in text:
         raise ValueError("expected <tool_call> and </tool_call>")
@@ -176,7 +176,7 @@ def _read_calls(text: str) -> list[dict[str, Any]]:
     for line in block.split("\n"):
         if json_depth(line) > MAX_JSON_DEPTH:
             raise ValueError(f"JSON nested more than {MAX_JSON_DEPTH} deep")
-        call = json.loads(line)  # with NaN and Infinity, as in ToolRL
+        call = json.loads(line)  # accepts NaN and Infinity, as in ToolRL
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise ValueError(f"expected an object with a text as `name`, got {line[:80]!r}")
         calls.append(call)
@@ -184,7 +184,7 @@ def _read_calls(text: str) -> list[dict[str, Any]]:
 
 
 def json_depth(line: str) -> int:
-    """Return the nesting depth of brackets outside strings, or an upper bound within MAX_JSON_DEPTH."""
+    """Return the nesting depth of brackets outside strings. Up to MAX_JSON_DEPTH, it is an upper bound."""
     if (brackets := line.count("{") + line.count("[")) <= MAX_JSON_DEPTH:
         return brackets
     depth = deepest = 0

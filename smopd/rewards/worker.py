@@ -2,15 +2,15 @@
 
     python -m smopd.rewards.worker READ WRITE PARENT HOST FUNCTION BYTES
 
-READ and WRITE are inherited pipe ends (multiprocessing.connection). BYTES limits the address space; 0: no
-limit. A message begins with a number of 8 bytes, which a reply repeats, so that late replies are recognized.
-Requests are pickled, because columns may hold dates, bytes or arrays. HOSTS[HOST] is a class. The first
-request has its arguments after the path, each later request has the arguments of its method `reply` after the
-loop. Replies are JSON, because the parent must not unpickle what a worker wrote: `{"values": [...]}` or
-`{"error": ...}`, with `"hopeless": true` if no call can succeed.
+READ and WRITE are inherited pipe ends (multiprocessing.connection). BYTES limits the address space, unless it
+is 0. A request begins with a number of 8 bytes. The reply repeats it, so that late replies are recognized.
+Requests are pickled, because columns may contain dates, bytes or arrays. The first request has the arguments
+of the class HOSTS[HOST], except the path. Each later request has the arguments of its method `reply`, except
+the loop. A reply is JSON, `{"values": [...]}` or `{"error": ...}`, with `"hopeless": true` if no call can
+succeed. Replies are not pickled, because the parent must not unpickle data from a worker.
 
-The function runs in a child process. This process only waits, and kills everything the function started
-when the parent is gone. A thread could not do that: a function may never release the interpreter lock.
+The function runs in a child process. This process only waits. When the parent is gone, it kills everything
+that the function started. A thread could not do that if the function never releases the interpreter lock.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> None:
 
 
 class RewardHost:
-    """Scores responses with the reward function at `path`."""
+    """The reward function at `path`, in a worker process."""
 
     def __init__(self, path: str, kwargs: Mapping[str, Any], completions: CompletionForm | None):
         self.function = RewardFunction.load(path, kwargs, completions)
@@ -93,7 +93,7 @@ class RewardHost:
             self.function.require_columns(*request)
             return []
         prompts, completions, columns, conversations = request
-        own = {name: list(map(deepcopy, values)) for name, values in columns.items()}  # a group shares them
+        own = {name: list(map(deepcopy, values)) for name, values in columns.items()}  # responses share them
         result = self.function(list(map(deepcopy, prompts)), completions, own, conversations)
         if inspect.isawaitable(result):
             result = loop.run_until_complete(asyncio.ensure_future(result, loop=loop))
@@ -104,7 +104,7 @@ HOSTS: dict[str, Any] = {"reward": RewardHost, "environment": EnvironmentHost}
 
 
 def numbers(result: Any) -> list[float | None]:
-    """Convert a function's result to floats and None, with NaN for anything but a finite number."""
+    """Convert a function's result to floats and None. A value that is not a finite number becomes NaN."""
     if hasattr(result, "tolist"):  # arrays and tensors
         result = result.tolist()
     elif inspect.isgenerator(result):
@@ -126,19 +126,19 @@ def _number(value: Any) -> float:
 
 
 def _fork(parent_pid: int, read_fd: int, write_fd: int) -> None:
-    """Return in a child process. This process waits for it, and kills everything once the parent is gone."""
+    """Fork, and return in the child. This process waits, and kills everything when its own parent is gone."""
     supervisor = os.getpid()
-    adopt_orphans()  # so that processes that left the process group can be found
+    adopt_orphans()  # to find processes that have left the process group
     worker = os.fork()
     if worker == 0:
         die_with_parent(supervisor)
         return
-    os.close(write_fd)  # otherwise the parent would not see the child close its end
+    os.close(write_fd)  # otherwise, the parent would not notice when the child closes it
 
     def end_with_parent() -> None:
         hangup = poll()
         hangup.register(read_fd, 0)
-        # Another child of the parent may hold the pipe open after the parent died.
+        # Another child of the parent may keep the pipe open after the parent has died.
         while not hangup.poll(PARENT_CHECK_MS) and os.getppid() == parent_pid:
             continue
         kill_below(supervisor)

@@ -1,1 +1,1 @@
-"""Execution of a recipe: base model, warm start, runs, run directory, local processes."""
+"""Execution of a recipe: base model, warm start, runs, and run directory."""

@@ -1,4 +1,4 @@
-"""The base model: it has a path or is built by a factory, and gets the recipe's warm start, if any."""
+"""The base model. It comes from a path or a factory, and is then trained by the warm start, if any."""
 
 import shutil
 from contextlib import ExitStack
@@ -33,7 +33,7 @@ PROBE = "What is 2 plus 3?\n {a_b}"  # text that tokenizers encode differently
 
 
 def model_path(settings: Settings, folder: Path, name: str) -> str:
-    """Return the model path of a run, of the base, or of a model that is not part of the recipe."""
+    """Return the path of a run's model, of the base, or of a model that is not part of the recipe."""
     if name == BASE and not needs_base(settings):
         return str(settings.model.path)
     return str(folder / name / "export") if name == BASE or name in settings.runs else name
@@ -76,7 +76,7 @@ def initial_model(settings: Settings, folder: Path) -> str:
 
 
 def _require_as_saved(factory: str, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Raise ValueError if the saved model is unusable or its tokenizer encodes unlike `tokenizer`."""
+    """Raise ValueError if the saved model is unusable, or if its tokenizer differs from `tokenizer`."""
     saved = load_tokenizer(folder)
     require_usable(folder, saved)
     if saved(PROBE)["input_ids"] != tokenizer(PROBE)["input_ids"]:
@@ -97,7 +97,7 @@ def make_base(
 ) -> None:
     """Train the model at `path` on the demonstrations, if any, and export it to `folder`.
 
-    The training resumes from its own checkpoint, which is written as in a run and removed at the end.
+    Training resumes from its newest checkpoint. Checkpoints are written as in a run and removed at the end.
     """
     warm = settings.warm_start
     steps, every = warm.steps if warm else 0, settings.checkpoint.every
@@ -136,9 +136,9 @@ def make_base(
 
 
 def supervised_step(student: Student, demonstrations: list[Demonstration]) -> dict[str, float]:
-    """Update on the mean negative log-likelihood of all ranks' answer tokens; a collective call.
+    """Update `student` on the mean negative log-likelihood of all ranks' completion tokens.
 
-    Its gradient equals that of the clipped surrogate at ratio 1 and advantage 1.
+    This is a collective call. The gradient equals that of the clipped surrogate at ratio 1 and advantage 1.
     """
     rollouts = []
     for group, each in enumerate(demonstrations):

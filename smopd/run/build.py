@@ -24,7 +24,7 @@ from smopd.run.failures import UnusableInput, error_context
 
 log = logging.getLogger(__name__)
 TRANSFER_FOLDER = "SMOPD_TRANSFER_FOLDER"
-"""Environment variable: the folder, with the same path on every host, for weights of remote servers."""
+"""Environment variable that names the folder for sending weights to servers, the same on every host."""
 LONG_ROPE = (
     "%s: vLLM uses long RoPE factors for all sequences, because some may have %d positions; training uses "
     "short factors up to %d positions, so log-probabilities will differ"
@@ -41,7 +41,7 @@ def student(
     schedule: Callable[[int], float] | None = None,
     **changes: Any,
 ) -> Student:
-    """Load the model at `path` for training. `changes` override settings of `student`."""
+    """Load the model at `path` for training. `changes` override the section `student`."""
     torch.manual_seed(settings.seed)
     with error_context("model"):
         model = load_model(path, torch.float32)
@@ -52,7 +52,7 @@ def student(
 def rollout_engine(
     settings: Settings, path: str, tokenizer: PreTrainedTokenizerBase, device: torch.device, recipe: Settings
 ) -> RolloutEngine:
-    """Return an engine that samples from the model at `path`. All runs of a recipe share a vLLM engine."""
+    """Return an engine that samples from the model at `path`. All runs of a recipe share one vLLM engine."""
     options, longest = settings.rollout, settings.longest_sequence
     with error_context("model"):
         config, ends = describe(path, tokenizer)
@@ -78,7 +78,7 @@ def rollout_engine(
                 transport=options.transfer,
                 folder=os.environ.get(TRANSFER_FOLDER),
             )
-            remote.load_path(path)  # servers hold the weights of the previous run
+            remote.load_path(path)  # the servers may have the weights of another run
             return remote
     if options.engine == "vllm":
         with error_context("rollout.engine"):
@@ -131,7 +131,7 @@ def teacher_engine(
 
 
 def require_models(settings: Settings, runs: list[PlannedRun], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UnusableInput if a model that no run creates cannot be read or has another tokenizer."""
+    """Check models that no run creates. Raise UnusableInput if one is unreadable or has another tokenizer."""
     named = {name: f"runs.{run.name}.merge" for run in runs for name in run.starts[1:]}
     named |= {name: "teachers.models" for run in runs for name in run.teachers}
     for name, setting in named.items():
@@ -145,8 +145,8 @@ def require_models(settings: Settings, runs: list[PlannedRun], tokenizer: PreTra
 def require_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str, owner: str = "the student") -> None:
     """Raise ValueError if the model or adapter at `path` has another tokenizer than `tokenizer`.
 
-    The error message says that `tokenizer` belongs to `owner`. Either tokenizer may have extra tokens:
-    models of one family differ in their special tokens.
+    The error message says that `tokenizer` belongs to `owner`. Either tokenizer may have extra tokens,
+    because models of one family differ in their special tokens.
     """
     adapter = read_adapter(path)
     try:
@@ -171,13 +171,13 @@ def require_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str, owner: str 
 
 
 def rollout_settings(settings: Settings, recipe: Settings, limit: int) -> Vllm:
-    """Return vLLM settings with room for the longest sequence of all runs: the runs share an engine."""
+    """Return vLLM settings with room for the longest sequence of all runs, which share an engine."""
     runs = [settings, *(recipe.resolved(name) for name in recipe.runs)]
     longest = min(limit, max(run.longest_sequence for run in runs))
     return vllm_settings(settings.rollout.vllm, settings.rollout.dtype, longest)
 
 
 def vllm_settings(section: Vllm, dtype: str, max_model_len: int) -> Vllm:
-    """Return the section with this dtype and length, unless its engine_kwargs set others."""
+    """Return `section` with `dtype` and `max_model_len`, unless its engine_kwargs set them."""
     engine_kwargs = {"dtype": dtype, "max_model_len": max_model_len, **custom_code(), **section.engine_kwargs}
     return section.model_copy(update={"engine_kwargs": engine_kwargs})

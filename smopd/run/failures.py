@@ -15,7 +15,7 @@ MISTAKES = (Failure, ValueError, OSError, RecursionError, yaml.YAMLError)
 
 @contextmanager
 def one_line(command: str) -> Iterator[None]:
-    """Turn MISTAKES into one line on stderr and exit status 2."""
+    """Report MISTAKES in one line on stderr, and exit with status 2."""
     try:
         yield
     except MISTAKES as error:
@@ -25,7 +25,7 @@ def one_line(command: str) -> Iterator[None]:
 
 @contextmanager
 def error_context(setting: str) -> Iterator[None]:
-    """Turn errors about an input into UnusableInput with the name of its setting."""
+    """Convert errors about an input to UnusableInput, with the name of the setting."""
     try:
         yield
     except (ValueError, ImportError, OSError) as error:

@@ -1,4 +1,4 @@
-"""The run directory: its lock, its settings and their changes, the environment, and finished runs."""
+"""The run directory: its lock, settings and inputs, changes to them, the environment, and finished runs."""
 
 import errno
 import fcntl
@@ -47,7 +47,7 @@ FREE = (
     "rollout.vllm.placement", "teachers.vllm.placement", "teachers.vllm.engines",
     *(f"{engine}.vllm.engine_kwargs.{name}" for engine in ("rollout", "teachers") for name in _ENGINE_MEMORY),
 )  # fmt: skip
-"""Settings that change no result except for rounding. They may change when a run resumes."""
+"""Settings that affect results only by rounding. They may change when a run resumes."""
 OF_BASE = ("seed", "model.", "warm_start.", "student.", "data.prompt_column")
 """Settings that the base model depends on."""
 UNTRAINED = ("seed", "model.", "warm_start.")
@@ -58,21 +58,21 @@ OF_EVALUATION = (
 )  # fmt: skip
 """Further settings that the base model's evaluation depends on."""
 RESULTS = ("start", "merge.json", "export", "done.json", "evaluation.json")
-"""Files and folders of a run, besides its metrics and checkpoints, that a change of settings invalidates."""
+"""Files and folders of a run, besides metrics and checkpoints, that a change of settings invalidates."""
 ABSENT = object()
-DIGITS = 12  # ours: how many digits of a digest a message shows
+DIGITS = 12  # ours: number of digits of a digest in a message
 Parts: TypeAlias = Mapping[str, Mapping[str, str]]
-"""Setting -> part of the input -> digest; see identity.py."""
+"""Setting -> part of the input -> digest (see identity.py)."""
 VERSIONS = "versions"
 """Entry of inputs.json with the version of each package."""
 
 
 class ConfigMismatch(Failure, RuntimeError):
-    """The run directory holds runs with other settings."""
+    """The run directory has runs with other settings or inputs."""
 
 
 class Change(NamedTuple):
-    """A setting of a run that differs from the previous command's."""
+    """A setting or input of a run that has changed since the previous command."""
 
     run: str
     setting: str
@@ -96,12 +96,12 @@ class Change(NamedTuple):
 
 @contextmanager
 def lock_run_dir(folder: Path, settings: Settings, *, change: bool = False) -> Iterator[None]:
-    """Lock the directory until this process ends; a collective call. `change` allows changed settings.
+    """Lock the directory inside the context. This is a collective call. `change` allows changed settings.
 
     Raises:
-        RunDirLocked: another command holds the lock or the lease, or the directory cannot be written, or the
+        RunDirLocked: another command has the lock or the lease, the directory cannot be written, or the
             hosts of the ranks do not share it.
-        ConfigMismatch: the directory holds runs with other settings.
+        ConfigMismatch: the directory has runs with other settings.
     """
     with ExitStack() as held:
 
@@ -110,7 +110,7 @@ def lock_run_dir(folder: Path, settings: Settings, *, change: bool = False) -> I
                 folder.mkdir(parents=True, exist_ok=True)
                 lock = held.enter_context((folder / ".lock").open("w"))
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                own = os.open(folder, os.O_RDONLY)  # also locked, in case the file is removed
+                own = os.open(folder, os.O_RDONLY)  # also locked, in case the lock file is removed
                 held.callback(os.close, own)
                 fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -130,7 +130,7 @@ def lock_run_dir(folder: Path, settings: Settings, *, change: bool = False) -> I
 
 
 def refuse(folder: Path, what: str, found: Sequence[Change], *, change: bool = False) -> None:
-    """Raise ConfigMismatch unless changes only add steps; with `change`, only if a change reshapes a run."""
+    """Raise ConfigMismatch for changes that do more than add steps or, with `change`, that reshape a run."""
     if refused := [str(each) for each in found if each.reshapes or not (change or each.lengthens)]:
         advice = "" if any(each.reshapes for each in found) else ", or add --change"
         message = f"{folder} holds runs with other {what}; give another --output{advice}:"
@@ -138,7 +138,7 @@ def refuse(folder: Path, what: str, found: Sequence[Change], *, change: bool = F
 
 
 def begun_runs(folder: Path, settings: Settings) -> list[str]:
-    """Return the runs, BASE included, that have a result: a step, a start, an export or an evaluation."""
+    """Return the runs, including BASE, that have a result: a step, a start, an export or an evaluation."""
     return [name for name in (BASE, *settings.runs) if _has_result(folder / name)]
 
 
@@ -149,7 +149,7 @@ def _has_result(run: Path) -> bool:
 
 
 def changes(folder: Path, settings: Settings) -> list[Change]:
-    """Return the settings of begun runs that differ from config.yaml, except those in FREE."""
+    """Return the settings of begun runs that differ from config.yaml. Settings in FREE are ignored."""
     begun = begun_runs(folder, settings)
     if not (folder / "config.yaml").exists() or not begun:
         return []
@@ -169,7 +169,7 @@ def changes(folder: Path, settings: Settings) -> list[Change]:
 
 
 def saved_settings(folder: Path) -> Settings:
-    """Return the settings of a run directory; ConfigMismatch if they cannot be read."""
+    """Return the settings of a run directory. Raise ConfigMismatch if they cannot be read."""
     config = folder / "config.yaml"
     try:
         return Settings.model_validate(yaml.safe_load(config.read_text(encoding="utf-8")))
@@ -182,12 +182,12 @@ def saved_settings(folder: Path) -> Settings:
 
 
 def public(settings: Settings) -> Settings:
-    """Return the settings without secrets, as config.yaml has them."""
+    """Return the settings without secrets, as they are written to config.yaml."""
     return Settings.model_validate(redacted(settings.model_dump()))
 
 
 def settings_of(settings: Settings, name: str) -> dict[str, Any]:
-    """Return, by dotted path, the settings that the result of a run (or of the base model) depends on."""
+    """Return the settings on which the result of a run or of the base model depends, by dotted path."""
     if name == BASE:
         own = {key: value for key, value in flat(settings.model_dump()).items() if key.startswith(OF_BASE)}
     else:
@@ -197,7 +197,7 @@ def settings_of(settings: Settings, name: str) -> dict[str, Any]:
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested settings to dotted path -> value. An empty section has no entry."""
+    """Flatten nested settings to a map of dotted path -> value. An empty section has no entry."""
     if not isinstance(value, dict | list | tuple):
         return {prefix: value}
     pairs = value.items() if isinstance(value, dict) else enumerate(value)
@@ -224,9 +224,9 @@ def input_changes(folder: Path, settings: Settings, before: Parts, now: Parts) -
 def record_changes(
     folder: Path, settings: Settings, found: Sequence[Change], *, started: bool = False
 ) -> None:
-    """Write each change and its first step to its run's changes.jsonl; remove what it invalidates.
+    """Record each change in changes.jsonl of the changed run, and remove results that the change invalidates.
 
-    started: keep the start, which a run already uses.
+    A record gives the number of steps before the change. started: keep `start`, which the run already uses.
     """
     for each in found:
         run = folder / each.run
@@ -234,7 +234,7 @@ def record_changes(
         fields = {"setting": each.setting, "was": each.was, "now": each.now}
         JsonlLog(run / "changes.jsonl").write({"step": step, **fields})
         if not (each.lengthens or each.setting.startswith(VERSIONS)):
-            if step == 0 and not started:  # the guard begins anew
+            if step == 0 and not started:  # so that the guard begins anew
                 shutil.rmtree(run / "start", ignore_errors=True)
                 (run / "merge.json").unlink(missing_ok=True)
             for name in ("evaluation.json", "responses.jsonl"):
@@ -243,7 +243,7 @@ def record_changes(
 
 
 def _recomputed(settings: Settings, change: Change) -> str:
-    """Return a note on the schedules that depend on the number of steps."""
+    """Return a note on schedules that depend on the number of steps, if `change` changes that number."""
     if change.setting != "loop.steps":
         return ""
     own = settings.resolved(change.run)
@@ -261,11 +261,11 @@ def write_settings(
     *,
     change: bool = False,
 ) -> None:
-    """Write a command's settings, inputs and environment; a collective call. `change` allows changed inputs.
+    """Write the settings, inputs and environment of a command. This is a collective call.
 
-    environment.json describes the first command, commands.jsonl all commands, and the other files the newest
-    command. `inputs` returns digests, keyed by setting and part of the input; `arguments` is the command line
-    after `smopd train`.
+    environment.json describes the first command, commands.jsonl describes all commands, and the other files
+    describe the newest command. `inputs` returns digests by setting and part of the input. `arguments` is the
+    command line after `smopd train`. `change` allows changed inputs.
     """
 
     def write() -> None:
@@ -294,7 +294,7 @@ def write_settings(
 
 
 def evaluation_differs(folder: Path, settings: Settings, parts: Parts) -> bool:
-    """Return whether the base model would be evaluated differently than by the last command."""
+    """Return whether this command would evaluate the base model differently from the last command."""
 
     def of_evaluation(values: Mapping[str, Any]) -> dict[str, Any]:
         own = {k: v for k, v in values.items() if k.startswith(OF_EVALUATION) and not k.startswith(FREE)}
@@ -306,7 +306,7 @@ def evaluation_differs(folder: Path, settings: Settings, parts: Parts) -> bool:
 
 
 def known_inputs(folder: Path) -> dict[str, Any]:
-    """Return the digests of earlier commands."""
+    """Return the digests that earlier commands recorded."""
     path = folder / "inputs.json"
     return read_json(path) if path.exists() else {}
 
@@ -314,7 +314,7 @@ def known_inputs(folder: Path) -> dict[str, Any]:
 def compare_inputs(
     folder: Path, settings: Settings, now: Parts, *, change: bool, started: bool = False
 ) -> None:
-    """Compare digests with those of earlier commands, record the changes, and keep the new digests.
+    """Compare the digests `now` with those of earlier commands. Record the changes and the new digests.
 
     Raises:
         ConfigMismatch: an input of a begun run (other than a version) has changed, and `change` is False.
@@ -328,9 +328,9 @@ def compare_inputs(
 
 
 def environment() -> dict[str, Any]:
-    """Return the versions and the machine of this process."""
+    """Return the versions of the packages, and facts about the machine and the ranks."""
     there = [found for name in PACKAGES for found in importlib.metadata.distributions(name=name)]
-    installed = {found.name: found.version for found in reversed(there)}  # of two, Python imports the first
+    installed = {found.name: found.version for found in reversed(there)}  # Python imports the first match
     return {
         "smopd": __version__,
         "git": _checkout(),
@@ -345,7 +345,7 @@ def environment() -> dict[str, Any]:
 
 
 def _checkout() -> str | None:
-    """Return the git commit of this package, with `-dirty` for local changes; None outside a checkout."""
+    """Return this package's git commit, with `-dirty` if files have changed, or None outside a checkout."""
     file = Path(__file__).resolve()
     git = ["git", "-C", str(file.parent)]
     options: dict[str, Any] = {"capture_output": True, "text": True, "check": True, "timeout": 30}
@@ -358,5 +358,5 @@ def _checkout() -> str | None:
 
 
 def mark_done(folder: Path, facts: dict[str, Any]) -> None:
-    """Write done.json, the last file of a run; a collective call."""
+    """Write done.json, the last file of a run. This is a collective call."""
     distributed.on_rank0(lambda: write_atomically(folder / "done.json", json.dumps(facts).encode()))

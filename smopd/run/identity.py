@@ -1,4 +1,4 @@
-"""Digests of what a run depends on: rows of data, files of models, and modules of the user's functions."""
+"""Digests of a run's inputs: rows of data, files of models, and modules with the user's functions."""
 
 import ast
 import hashlib
@@ -22,7 +22,7 @@ from smopd.run.inputs import ROWS, Inputs
 
 WHOLE_BYTES = 64 << 20  # ours: larger files are compared by size, time and samples
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # ours
-HIDDEN_DIGITS = 4  # ours: how many digits of a redacted value's digest are kept
+HIDDEN_DIGITS = 4  # ours: digits to keep of the digest of a redacted value
 MODEL_FILES = {".safetensors", ".bin", ".json", ".model", ".txt", ".tiktoken", ".jinja", ".py"}
 TEMPLATES = "additional_chat_templates"  # transformers' folder of named templates
 PACKAGES = ("site-packages", "dist-packages")
@@ -46,14 +46,14 @@ def identity(settings: Settings, inputs: Inputs, initial: str) -> Parts:
             found[setting] = parts
     shown = flat(public(settings).model_dump(mode="json"))
     for setting, value in flat(settings.model_dump(mode="json")).items():
-        if value != shown.get(setting) and not setting.startswith(FREE):  # too few digits to reveal it
+        if value != shown.get(setting) and not setting.startswith(FREE):  # a short digest reveals little
             digest = hashlib.sha256(str(value).encode()).hexdigest()[:HIDDEN_DIGITS]
             found.setdefault(setting, {})["redacted"] = digest
     return found
 
 
 def named_model(name: str) -> dict[str, str]:
-    """Return the parts of the model in a folder or in the hub's cache; empty if `name` is not a model."""
+    """Return the parts of the model in a folder or in the hub's cache, or {} if `name` is not a model."""
     with suppress(OSError, ValueError, RuntimeError):  # not a path, short name, user or hub id
         folder = located(name)
         if adapter := read_adapter(folder):
@@ -66,7 +66,7 @@ def named_model(name: str) -> dict[str, str]:
 
 
 def hub_commit(name: str) -> dict[str, str]:
-    """Return the commit of a model in the cache of the hub; empty if it is not there."""
+    """Return the commit of a model in the hub's cache, or {} if the model is not there."""
     with suppress(OSError, ValueError):
         cached = try_to_load_from_cache(name, "config.json")
         if isinstance(cached, str) and not located(name).exists():
@@ -88,7 +88,7 @@ def named(settings: Settings) -> Iterator[tuple[str, str]]:
 
 
 def model_parts(folder: Path) -> dict[str, str]:
-    """Return digests of a model's files, or only of its manifest: each use checks files against it."""
+    """Return the digest of a model's manifest, which has all files' digests, or else the files' digests."""
     if (manifest := folder / MANIFEST).is_file():
         return {MANIFEST: file_digest(manifest)}
     files = sorted(path for path in (*folder.glob("*"), *folder.glob(f"{TEMPLATES}/*")) if path.is_file())
@@ -109,10 +109,10 @@ def _digest(path: Path) -> str:
 
 
 def code_parts(module: str) -> dict[str, str]:
-    """Return the digests of a module and of the modules that it imports, directly or not.
+    """Return the digests of a module and of the modules that it imports, directly or indirectly.
 
-    Imported modules of the standard library, of installed packages and of smopd are left out: their versions
-    are recorded. Nothing is imported, because rewards run only in their workers.
+    Imported modules of the standard library, of installed packages and of smopd are left out, because their
+    versions are recorded. The modules are not imported here, because rewards must run only in workers.
     """
     found: dict[str, str] = {}
     waiting, seen = [module], {""}
@@ -142,7 +142,7 @@ def _file_of(module: str) -> Path | None:
         specs = (finder.find_spec(name, path) for finder in sys.meta_path)
         try:
             spec = next((each for each in specs if each is not None), None)
-        except KeyError:  # Python finds no namespace package within a package that is not imported
+        except KeyError:  # Python finds no namespace package inside a package that is not imported
             spec, path = None, [str(Path(place) / parts[i]) for place in path or ()]
             continue
         if spec is None or (spec.submodule_search_locations is None and i + 1 < len(parts)):
@@ -162,7 +162,7 @@ def _imported(name: str, file: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            with suppress(ImportError):  # a relative import leaves the top package
+            with suppress(ImportError):  # a relative import goes beyond the top package
                 relative = "." * node.level + (node.module or "")
                 base = importlib.util.resolve_name(relative, package)
                 yield from (base, *(f"{base}.{alias.name}" for alias in node.names))

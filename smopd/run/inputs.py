@@ -22,21 +22,18 @@ class Inputs(NamedTuple):
 
     @property
     def digests(self) -> dict[str, str]:
-        """The digest of each source's rows, by its setting."""
+        """Setting of a source -> digest of the source's rows."""
         return {setting: rows.digest for setting, rows in zip(ROWS, self, strict=True) if rows is not None}
 
     @property
     def columns(self) -> list[str]:
-        """The columns that rewards get in training and in evaluation."""
+        """The columns that rewards receive in both training and evaluation."""
         held_out = self.train if self.held_out is None else self.held_out
         return [name for name in self.train.columns if name in held_out.columns]
 
 
 def read_inputs(settings: Settings, tokenizer: PreTrainedTokenizerBase, *, demonstrations: bool) -> Inputs:
-    """Read the recipe's sources; a collective call.
-
-    Raises UnusableInput if one is missing, empty or malformed.
-    """
+    """Read all sources. Raise UnusableInput if one is absent, empty or invalid. This is a collective call."""
     data, warm = settings.data, settings.warm_start
     template: dict[str, Any] = {"prompt_column": data.prompt_column}
     template["chat_template_kwargs"] = data.chat_template_kwargs
@@ -64,7 +61,7 @@ def read_inputs(settings: Settings, tokenizer: PreTrainedTokenizerBase, *, demon
 
 
 def require_same(found: Mapping[str, Any], advice: str) -> None:
-    """Raise UnusableInput if a rank's values differ from those of rank 0; a collective call."""
+    """Raise UnusableInput if a rank's values differ from rank 0's values. This is a collective call."""
     first, *others = distributed.gather_objects(dict(found))
     for rank, other in enumerate(others, 1):
         for name in sorted({*first, *other}):

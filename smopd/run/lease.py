@@ -1,4 +1,4 @@
-"""The lease: a file that names the process and host at work in a run directory. Locks may be host-local."""
+"""The lease, a file with the process and host that use a run directory, because locks may be host-local."""
 
 import json
 import os
@@ -23,15 +23,15 @@ TRIES, TRY_SECONDS = 10, 1.0  # ours: a network file system may show a file late
 
 
 class RunDirLocked(Failure, RuntimeError):
-    """Another command is using the run directory, or it cannot be written or is not shared."""
+    """The run directory is used by another command, cannot be written, or is not shared by all hosts."""
 
 
 @contextmanager
 def lease(folder: Path) -> Iterator[dict[str, Any]]:
-    """Hold the lease of a run directory, renew it in a thread, and yield its content.
+    """Write the lease of a run directory, renew it in a thread, and yield its content.
 
-    Of two commands that begin at once, the one whose lease is replaced ends itself. A command whose folder is
-    renamed or removed ends, too.
+    If two commands begin at once, the command whose lease is replaced ends itself. A command also ends itself
+    if its folder is renamed or removed.
 
     Raises:
         RunDirLocked: a command on another host renews its lease.
@@ -52,7 +52,7 @@ def lease(folder: Path) -> Iterator[dict[str, Any]]:
             if found.get("id", mine["id"]) != mine["id"]:
                 tell(f"error: {folder} was taken over by {_holder(found)}")
                 os._exit(1)
-            with suppress(OSError, CannotWrite):  # a full disk, or one that is gone for a while
+            with suppress(OSError, CannotWrite):  # the disk may be full or unreachable for a while
                 write_atomically(path, json.dumps({**mine, "beat": beat}).encode())
 
     thread = threading.Thread(target=renew, name="lease", daemon=True)
@@ -67,7 +67,7 @@ def lease(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def require_shared(folder: Path, held: dict[str, Any]) -> None:
-    """Raise RunDirLocked if this host sees another directory than the one that holds the lease `held`."""
+    """Raise RunDirLocked if this host does not find the lease `held` in `folder`."""
     for _ in range(TRIES):
         if _read(folder / FILE).get("id") == held["id"]:
             return
@@ -77,10 +77,10 @@ def require_shared(folder: Path, held: dict[str, Any]) -> None:
 
 
 def _wait_for_other_hosts(path: Path) -> None:
-    """Raise RunDirLocked if another host renews its lease while this one waits. Clocks are not compared."""
+    """Raise RunDirLocked if another host renews its lease while this host waits. Clocks are not compared."""
     first, end = _read(path), time.monotonic() + STALE_SECONDS
     here = {"host": socket.gethostname(), "boot": _boot()}
-    if not first or here.items() <= first.items():  # on this host the lock decides
+    if not first or here.items() <= first.items():  # on this host, the lock is enough
         return
     say(f"{path.parent}: waiting {STALE_SECONDS:g} seconds to see whether {_holder(first)} is still at work")
     while time.monotonic() < end:
@@ -92,7 +92,7 @@ def _wait_for_other_hosts(path: Path) -> None:
 
 
 def _moved(folder: Path, inode: int) -> bool:
-    """Return whether the folder has been replaced or removed; False while its disk cannot be reached."""
+    """Return whether the folder has been replaced or removed, or False while its disk is unreachable."""
     try:
         return folder.stat().st_ino != inode
     except OSError as error:
@@ -100,14 +100,14 @@ def _moved(folder: Path, inode: int) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the lease, empty if there is none."""
+    """Return the lease, or {} if it cannot be read."""
     with suppress(OSError, ValueError):
         return read_json(path)
     return {}
 
 
 def _boot() -> str:
-    """Return the id of this host's boot (Linux). Hosts made from one image may share a name."""
+    """Return this host's boot id (Linux), because hosts that are made from one image may have equal names."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""

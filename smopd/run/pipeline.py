@@ -1,4 +1,4 @@
-"""`smopd train`: run the parts of a recipe that are not finished, evaluate them, and write the report."""
+"""`smopd train`: do the unfinished runs of a recipe, evaluate the models, and write the report."""
 
 import gc
 import json
@@ -70,7 +70,7 @@ class RunContext:
     stop: Stop
     environments: Environments
     change: bool
-    """Whether inputs may differ from the last command's."""
+    """Whether inputs may differ from those of the last command."""
     whole: set[str] = field(default_factory=set)
     """Models whose files have been verified."""
 
@@ -87,7 +87,7 @@ class RunContext:
             self.whole.add(path)
 
     def teacher_path(self, name: str) -> str:
-        """Return the path of a teacher: its adapter alone if a run trained it as an adapter."""
+        """Return the path of a teacher, or of only its adapter if a run of this recipe trained an adapter."""
         adapter = Path(self.model_path(name)) / "adapter"
         trained_here = name in self.settings.runs and self.settings.resolved(name).student.lora is not None
         return str(adapter) if trained_here else self.model_path(name)
@@ -99,7 +99,7 @@ class Printable(logging.Formatter):
 
 
 def run_recipe(command: Command) -> int:
-    """Run what `command` asks for, except what is finished, and return the exit status."""
+    """Do the unfinished work of `command`, and return the exit status."""
     settings, folder = command.settings, Path(command.settings.output)
     set_up(settings)
     with (
@@ -122,7 +122,7 @@ def run_recipe(command: Command) -> int:
             return 1
         except Stopped as stopped:
             if stopped.agreed:
-                distributed.barrier()  # the launcher ends all ranks when the first one exits
+                distributed.barrier()  # the launcher ends all ranks when the first rank exits
             if distributed.first_to_fail():
                 say_error(str(stopped))
             return stopped.status
@@ -131,7 +131,7 @@ def run_recipe(command: Command) -> int:
                 lost = distributed.is_lost(error)
                 say_error("error: another rank has ended" if lost else traceback.format_exc())
             return 1
-    return 128 + stop.number if stop.number else 0  # a signal came while the command ended
+    return 128 + stop.number if stop.number else 0  # a signal arrived while the command ended
 
 
 def try_recipe(command: Command) -> int:
@@ -163,7 +163,7 @@ def try_recipe(command: Command) -> int:
 def try_model(
     settings: Settings, path: str, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, device: torch.device
 ) -> None:
-    """Compare the first run's engine with its trainer, if model, engine and memory are available."""
+    """Compare the first run's rollout engine with its trainer, if both can be loaded here."""
     own, on_gpu = settings.resolved(next(iter(settings.runs))), device.type == "cuda"
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     room = torch.cuda.mem_get_info()[0] if on_gpu else memory // 2
@@ -256,7 +256,7 @@ def do_runs(context: RunContext, command: Command) -> None:
 
 
 def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
-    """Train a run from its start or its newest checkpoint, and export it."""
+    """Train a run from its start or its newest checkpoint, and export the model."""
     settings, folder, device = context.settings.resolved(run.name), context.folder / run.name, context.device
     needed = dict.fromkeys([*run.starts, *run.teachers])
     for name in needed:
@@ -311,7 +311,7 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
 
 
 def view_merged(context: RunContext, name: str, merge: Merge) -> None:
-    """Add the merged models' scores to the run's token view. Rank 0 loads one model after the other."""
+    """Add the merged models' scores to the run's token view. Rank 0 loads the models one after the other."""
     settings, path = context.settings.resolved(name), context.model_path(name)
     tokenizer = load_tokenizer(path)
     vocabulary = describe(path, tokenizer)[0].get_text_config().vocab_size
@@ -327,7 +327,7 @@ def view_merged(context: RunContext, name: str, merge: Merge) -> None:
 
 
 def reopen(settings: Settings, run: str, folder: Path) -> None:
-    """Prepare a finished run that gets more steps: require its last checkpoint, remove its evaluation."""
+    """Prepare a finished run for more steps. Require its last checkpoint, and remove its evaluation."""
     done = done_steps(settings, run)
     if done is None:
         return
@@ -371,7 +371,7 @@ def start_of(
 
 
 def evaluate(context: RunContext, name: str, held_out: PromptSet) -> None:
-    """Write `evaluation.json` and every response of a run, unless these files exist."""
+    """Write evaluation.json and responses.jsonl of a model, unless evaluation.json exists."""
     folder, path = context.folder / name, context.model_path(name)
     if distributed.on_rank0((folder / "evaluation.json").exists):
         return

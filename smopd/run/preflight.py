@@ -1,4 +1,4 @@
-"""Checks before training: installed packages, importable functions, and rewards on a known answer."""
+"""Checks before training: packages, functions, rewards on a known answer, and the rollout engine."""
 
 import logging
 import math
@@ -31,14 +31,14 @@ from smopd.step.stop import all_or_raise
 
 log = logging.getLogger(__name__)
 GROUND_TRUTHS = ("ground_truth", "answer", "solution", "completion", "response", "output", "target")
-"""Ours: columns that may hold a right answer; the first one with text is tried."""
-GROSS_MISMATCH = 0.3  # ours, nats per token: rounding and lower precisions stay below it
+"""Ours: columns that may contain a right answer. The first of them with text is tried."""
+GROSS_MISMATCH = 0.3  # ours, nats per token: more than rounding or lower precision can cause
 TRIED_TOKENS = 16  # ours: length of the response that try_engine compares
 NEWEST_TESTED = {"torch": "2.14", "transformers": "5.23", "triton": "3.8"}  # see CONTRIBUTING.md
 
 
 def newer_than_tested() -> str | None:
-    """Return a line that names packages newer than their tested versions; patch releases do not count."""
+    """Return a line that names packages newer than tested, or None. Patch releases do not count."""
     newer = [
         f"{package} {version(package)} (tested up to {tested})"
         for package, tested in NEWEST_TESTED.items()
@@ -79,13 +79,13 @@ def require_functions(settings: Settings) -> None:
 def try_rewards(
     pool: RewardPool, settings: Settings, tokenizer: PreTrainedTokenizerBase, prompt: Prompt
 ) -> dict[str, bool]:
-    """Score the prompt's ground truth and an empty answer, and print what they earn; a collective call.
+    """Score the prompt's ground truth and an empty answer, and print the scores. This is a collective call.
 
-    Each answer is scored in its own call. With an environment, it is a conversation of one response.
+    Each answer is scored in a separate call. With an environment, it is a conversation of one response.
 
     Returns:
-        Reward -> whether there was a ground truth and the reward failed on both answers, not just one.
-        Only rewards that failed are included.
+        Name of each reward that failed -> whether there was a ground truth and the reward failed on both
+        answers.
     """
     row = prompt.columns.get("reward_model")  # verl's column
     columns = {**(row if isinstance(row, Mapping) else {}), **prompt.columns}
@@ -114,7 +114,7 @@ def try_rewards(
         errors = [batch.last_errors[name] for batch in batches if name in batch.last_errors]
         if errors:
             failed[name] = column is not None and len(errors) == len(batches)
-        why = f" ({errors[0].splitlines()[-1]})" if errors else ""  # a traceback ends with what was raised
+        why = f" ({errors[0].splitlines()[-1]})" if errors else ""  # a traceback ends with the exception
         say(f"reward {name} on the first prompt: {', '.join(earned)}{why}")
     return distributed.broadcast_object(failed)
 
@@ -126,10 +126,10 @@ def require_rewards(failed: Iterable[str]) -> None:
 
 
 def try_engine(engine: RolloutEngine, student: Student, prompt: Prompt, settings: Settings) -> float:
-    """Compare the engine's and the trainer's log-probabilities of a short response; a collective call.
+    """Compare the engine's and the trainer's log-probabilities of a short response.
 
-    Warn if they are far apart, and return the mean difference in nats per token. Raise UnusableInput if the
-    engine does not compute what the trainer does.
+    This is a collective call. Return the mean absolute difference in nats per token, and warn if it exceeds
+    MOST_MISMATCH. Raise UnusableInput if it exceeds GROSS_MISMATCH or is NaN.
     """
     rollout = settings.rollout
     most = min(TRIED_TOKENS, rollout.max_new_tokens)
@@ -137,7 +137,7 @@ def try_engine(engine: RolloutEngine, student: Student, prompt: Prompt, settings
     rollouts = all_or_raise(lambda: engine.generate([prompt.token_ids], [0], sampling))
     logp_N = student.logps(rollouts, rollout.temperature).cpu()
     off = float((logp_N - rollouts[0].logps).abs().mean())
-    if not off <= GROSS_MISMATCH:  # NaN also
+    if not off <= GROSS_MISMATCH:  # also for NaN
         what = f"gives log-probabilities that are {off:.2g} nats off those of training"
         raise UnusableInput(f"rollout.engine: {what}; use local, or another version of vLLM")
     if off > MOST_MISMATCH:

@@ -1,1 +1,1 @@
-"""Parts of a step: batch, sampling, rewards, teachers, and evaluation on held-out prompts."""
+"""Parts of a step (batch, sampling, rewards, teachers), and evaluation on held-out prompts."""

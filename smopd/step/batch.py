@@ -1,4 +1,4 @@
-"""The rollouts of a step on one rank: assignment of prompts to ranks, and ragged responses as flat tensors.
+"""The rollouts of a step on one rank, as flat tensors, and the assignment of prompts to ranks.
 
 A step's prompts are split into one mini-batch per update, in order. Each mini-batch is distributed over the
 ranks, so the content of an update does not depend on the number of ranks.
@@ -27,10 +27,10 @@ class MiniBatch:
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's R responses of a step and the policy's N tokens, in flat order. `parts`: one per update."""
+    """This rank's R responses and N policy tokens of a step, in flat order. Each update has one part."""
 
     prompts: list[Prompt]
-    """One per response."""
+    """The prompt of each response."""
     rollouts: list[Rollout]
     parts: list[MiniBatch]
     group_R: Tensor
@@ -47,7 +47,7 @@ class Batch:
         rollouts: list[Rollout],
         group_size: int,
     ) -> Batch:
-        """Build the batch from this rank's prompts and their positions in each update, in the same order."""
+        """Build the batch of `prompts`. `shares` are their positions in each update, in the same order."""
         lengths = [rollout.n_tokens for rollout in rollouts]
         parts, response, token = [], 0, 0
         for share in shares:
@@ -70,6 +70,6 @@ class Batch:
 
 
 def positions(n_prompts: int, updates: int, rank: int, world_size: int) -> list[list[int]]:
-    """Return for each update the positions of the prompts that this rank samples."""
+    """Return, for each update, the positions of the prompts that this rank samples."""
     cuts = [n_prompts * u // updates for u in range(updates + 1)]
     return [list(range(cuts[u] + rank, cuts[u + 1], world_size)) for u in range(updates)]

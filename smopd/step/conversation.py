@@ -1,8 +1,8 @@
 """Conversations of the policy with an environment, as rollouts.
 
-All conversations of a rank take turns together: the engine samples a response in each, then the environment
-answers all. Sampled tokens are kept as they are. Only the text between two responses is tokenized: what the
-chat template adds to the conversation so far, with the next generation prompt.
+All conversations of a rank advance together. In each turn, the engine samples a response in every
+conversation, and then the environment answers them all. Sampled tokens are kept as they are. Only the text
+between two responses is tokenized. The chat template adds it, including the next generation prompt.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from smopd.rewards.environments import Answer
 from smopd.rewards.pool import CallFailed, RewardError, Worker
 
 log = logging.getLogger(__name__)
-GRACE_SECONDS = 5.0  # ours: for the environment's process to report answers that took too long
+GRACE_SECONDS = 5.0  # ours: time for the environment's process to report late answers
 NEUTRAL = "ANSWER"
-"""Text in place of a sampled response, because templates may print an earlier response differently."""
+"""Text that replaces a sampled response, because templates may render an earlier response differently."""
 
 
 class EnvironmentWorker(Worker):
-    """A worker of one environment. If the worker fails, every conversation in the call fails."""
+    """The worker of one environment. If the worker fails in a call, every conversation in the call fails."""
 
     host = "environment"
 
     def ask(self, items: Mapping[int, Any], *, begin: bool = False) -> list[Answer]:
-        """Answer each message or, with `begin`, drop all conversations and begin one about each row."""
+        """Answer each message. If `begin`, drop all conversations instead, and begin one about each row."""
         if not items:
             return []
         try:
@@ -79,7 +79,7 @@ class Environments(AbstractContextManager["Environments"]):
             worker.end()
 
     def of(self, settings: Settings) -> EnvironmentWorker | None:
-        """Return the environment's running worker, None if there is none; RewardError if it cannot start."""
+        """Return the running worker, or None without an environment. Raise RewardError if it cannot start."""
         path, seconds = settings.rollout.environment, settings.rollout.environment_seconds
         if path is None:
             return None
@@ -92,13 +92,13 @@ class Environments(AbstractContextManager["Environments"]):
 
 @dataclass
 class Transcript:
-    """A conversation in progress, the `sample`-th about its prompt."""
+    """A conversation in progress. `sample` is its number among the conversations about the prompt."""
 
     prompt: Prompt
     group: int
     sample: int
     text: str
-    """What the policy has read and written."""
+    """The text that the policy has read and written, including the prompt."""
     ids: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
@@ -171,7 +171,7 @@ class Conversations:
             for transcript, answer in zip(live.values(), answers, strict=True):
                 self._add_answer(transcript, answer, last=turn == self.settings.rollout.turns)
             live = {i: transcript for i, transcript in live.items() if not transcript.ended}
-            # Ranks that share an engine must call it equally often, even with nothing to sample.
+            # Ranks that share an engine must call it equally often, even if they have nothing to sample.
             made = engine.generate(
                 [[*transcript.prompt.token_ids, *transcript.ids] for transcript in live.values()],
                 [draw_key(transcript.group, transcript.sample, turn) for transcript in live.values()],
@@ -188,11 +188,10 @@ class Conversations:
         return [transcript.rollout() for transcript in transcripts]
 
     def _add_response(self, transcript: Transcript, response: Rollout) -> None:
-        """Add a response of the policy."""
         special_tokens = self.settings.scoring.special_tokens
         (text,) = response_texts(self.tokenizer, [response], special_tokens=special_tokens)
         start = transcript.prompt.response_start
-        if transcript.messages:  # the prompt's own last message is not repeated
+        if transcript.messages:  # only the first response can continue the prompt's last message
             start = response_start(self.tokenizer, "", self._options(transcript.prompt))
         transcript.messages.append({"role": "assistant", "content": start + text})
         transcript.versions.append(response.policy_version)
@@ -223,7 +222,7 @@ class Conversations:
             transcript.drift |= drift
 
     def _between(self, transcript: Transcript, answers: Sequence[Message]) -> tuple[str, bool]:
-        """Return the text between two responses, and whether the template prints earlier text differently."""
+        """Return the text between responses, and whether the template renders earlier text differently."""
         content = transcript.prompt.content
         chat = ({"role": "user", "content": content},) if isinstance(content, str) else content
         if chat[-1]["role"] == "assistant":  # the first response begins with this message

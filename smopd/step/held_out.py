@@ -14,7 +14,7 @@ from smopd.step.conversation import Conversations, sample
 from smopd.step.rewards import Rewarder
 from smopd.step.stop import all_or_raise
 
-SEED_OFFSET = 1_000_003  # ours: separates the random draws of evaluation from those of training
+SEED_OFFSET = 1_000_003  # ours: makes the random draws of evaluation differ from those of training
 
 
 def evaluate_held_out(
@@ -26,12 +26,13 @@ def evaluate_held_out(
     *,
     greedy_only: bool = False,
 ) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
-    """Score the engine's policy on all of `prompts`, shared by the ranks; a collective call.
+    """Evaluate the engine's policy on all prompts, which the ranks share out. This is a collective call.
 
     Returns:
-        Means over prompts and samples, and every response; equal on every rank. For each kind, greedy and
-        sampled: `kind/<reward>`, the sum `kind/sum`, `kind/truncated`, and `kind/<reward>/unscorable`, the
-        share of responses without a score. A value is None if no response has a score.
+        Means over prompts and samples, and every response, all equal on every rank. For each kind (greedy and
+        sampled), the means are `kind/<reward>`, their sum `kind/sum`, the share `kind/truncated` of
+        unfinished responses, and the share `kind/<reward>/unscorable` of responses without a score. If a
+        reward scored no response, its mean and the sum are None.
     """
     limit, samples = settings.rollout.max_new_tokens, settings.evaluation.samples
     kinds = {"greedy": Sampling(n=1, temperature=0.0, max_new_tokens=limit)}
@@ -55,7 +56,7 @@ def answers(
     sampling: Sampling,
     conversations: Conversations | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the responses of all ranks with their rewards, in order of the prompts; a collective call."""
+    """Return the responses of all ranks with their rewards, in prompt order. This is a collective call."""
     mine = list(range(distributed.rank(), len(prompts), distributed.world_size()))
     asked = [prompts[i] for i in mine]
     rollouts = all_or_raise(partial(sample, engine, conversations, asked, mine, sampling))
@@ -77,7 +78,7 @@ def answers(
 
 
 def means(names: Sequence[str], items: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    """Return the values that `evaluate_held_out` documents, for one kind and without its prefix."""
+    """Return the means of one kind that `evaluate_held_out` describes, without the prefix `kind/`."""
     result: dict[str, float | None] = {}
     for name in names:
         scored = [item["rewards"][name] for item in items if item["rewards"][name] is not None]

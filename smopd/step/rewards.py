@@ -1,4 +1,4 @@
-"""Scoring of responses: decode them, call each reward in its worker, stop a run with too many failures."""
+"""Score responses: decode them, call each reward in its worker, and stop a run with too many failures."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from smopd.names import IDS_COLUMN, STEP_COLUMN
 from smopd.rewards.pool import RewardBatch, RewardError, RewardPool
 
 WINDOW_STEPS = 10
-"""Ours: unscored responses are counted over this many training steps, so that one bad call does not end a run
-unless it is the run's first call and fails on every response."""
+"""Ours: number of training steps over which unscored responses are counted. One bad call does not end a run,
+unless it is the first call and fails on every response."""
 
 
 def replaced(was: RewardBatch, rows: Sequence[int], now: RewardBatch) -> RewardBatch:
-    """Return the rewards `was`, with those at `rows` replaced by `now`. Failures of both are added up."""
+    """Return `was` with the rewards at `rows` replaced by those of `now`. Failures of both are added up."""
     rewards_RK, texts = was.rewards_RK.clone(), list(was.texts)
     rewards_RK[list(rows)] = now.rewards_RK
     for row, text in zip(rows, now.texts, strict=True):
@@ -42,12 +42,12 @@ def replaced(was: RewardBatch, rows: Sequence[int], now: RewardBatch) -> RewardB
 
 @dataclass
 class Rewarder:
-    """Scores responses with the recipe's rewards."""
+    """Scorer of responses with the recipe's rewards."""
 
     pool: RewardPool
     tokenizer: PreTrainedTokenizerBase
     scoring: Scoring
-    """The limit on unscored responses is for a window of training steps or, outside training, for a batch."""
+    """The limit on unscored responses applies to a window of training steps or, outside training, a batch."""
     window_steps: int = 1
 
     def __post_init__(self) -> None:
@@ -62,12 +62,12 @@ class Rewarder:
         *,
         check: bool = True,
     ) -> RewardBatch:
-        """Score each rollout; a collective call, unless `check` is False.
+        """Score each rollout. This is a collective call, unless `check` is False.
 
         Args:
             prompts: one per rollout. A conversation whose environment failed is left unscored.
-            step: training step from 0, passed to the rewards as a column; None outside of training.
-            check: whether to count unscored responses; False for responses that replace others of the step.
+            step: training step from 0, passed to the rewards as a column, or None outside of training.
+            check: whether to count unscored responses. Pass False if they replace others.
         Raises:
             RewardError: a dimension left too many responses of all ranks unscored. Raised on every rank.
         """
@@ -86,7 +86,7 @@ class Rewarder:
         return scored
 
     def _check(self, scored: RewardBatch, *, training: bool) -> None:
-        """Raise RewardError if a dimension left too many responses unscored; a collective call."""
+        """Raise RewardError if a dimension left too many responses unscored. This is a collective call."""
         ranks = distributed.gather_objects(replace(scored, texts=()))
         responses = sum(len(rank.rewards_RK) for rank in ranks)
         share = self.scoring.max_unscorable_share
@@ -94,7 +94,7 @@ class Rewarder:
         if training:
             self._responses.append(responses)
             n = len(self._responses)
-            missing = (self.window_steps - n) * responses  # the first steps count as a full window
+            missing = (self.window_steps - n) * responses  # in steps that are still to come
             responses = sum(self._responses)
             allowed = share * (responses + missing)
             steps, limit = f" in {n} step{'s' * (n > 1)}", f"{limit} of {self.window_steps} steps"
@@ -115,7 +115,7 @@ class Rewarder:
 
 
 def without_failed(scored: RewardBatch, rollouts: Sequence[Rollout]) -> RewardBatch:
-    """Return the batch without scores of conversations whose environment failed."""
+    """Return the batch without the scores of conversations whose environment failed."""
     failed_R = torch.tensor([rollout.ended in FAILED for rollout in rollouts], dtype=torch.bool)
     rewards_RK = scored.rewards_RK.masked_fill(failed_R[:, None], torch.nan)
     lost_K = rewards_RK.isnan().sum(0) - scored.rewards_RK.isnan().sum(0)

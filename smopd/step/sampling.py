@@ -1,4 +1,4 @@
-"""Sampling of each step's batch, on demand or one step ahead, and of prompts that replace others."""
+"""Sampling of each step's batch, on demand or one step ahead, and replacement of prompts in a batch."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
@@ -21,11 +21,11 @@ from smopd.step.rewards import Rewarder, replaced
 from smopd.step.stop import StaleRollout, all_or_raise
 
 ATTEMPT_STEPS = 1 << 20
-"""Ours: replacement prompts are those of a step that is this many steps later, which no run reaches."""
+"""Ours: replacement prompts are those of a step that is this many steps later, beyond the end of a run."""
 
 
 class Sampler:
-    """Sampler of this rank's rollouts of each step. `ahead`: what `settle` returned before a resume."""
+    """Sampler of this rank's rollouts of each step. `ahead` is what `settle` returned before a resume."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Sampler:
     ):
         self.settings, self.prompts, self.engine, self._thread = settings, prompts, engine, thread
         self.conversations = conversations
-        # two vLLM engines in this process cannot run at once: sampling ahead waits for the teachers
+        # two vLLM engines in this process cannot run at once, so sampling ahead waits for the teachers
         self._in_turns = settings.rollout.colocated and settings.teachers.colocated
         self._begun: dict[int, Future[Batch]] = {}
         if ahead is not None and settings.loop.async_level:
@@ -46,11 +46,11 @@ class Sampler:
             asked = [(p.token_ids, g) for p, g in self._asked(ahead["step"])[1]]
             expected = [each for each in asked for _ in range(settings.rollout.group_size)]
             same = torch.tensor([(each.prompt_ids, each.group) for each in rollouts] == expected)
-            if distributed.all_reduce(same.int(), "min"):  # no change of seed, data or group size
+            if distributed.all_reduce(same.int(), "min"):  # if seed, data and group size are unchanged
                 self._begun[ahead["step"]] = self._thread.submit(self._batch, ahead["step"], rollouts)
 
     def take(self, step: int) -> Batch:
-        """Return the batch of `step`, and begin the next one if `loop.async_level` is 1; a collective call.
+        """Return a step's batch. If `loop.async_level` is 1, begin the next batch. This is a collective call.
 
         Raises:
             StaleRollout, NoServer, NonFinite: raised on every rank if one rank fails.
@@ -60,8 +60,8 @@ class Sampler:
     def again(self, step: int, attempt: int, batch: Batch, flat: Sequence[int]) -> Batch:
         """Return the batch with other prompts in place of this rank's groups `flat` (see ATTEMPT_STEPS).
 
-        A collective call; see `take`. `attempt` counts from 1. The new prompts depend only on `step`,
-        `attempt` and the places of the groups in the step.
+        This is a collective call with the errors of `take`. `attempt` counts from 1. The new prompts depend
+        only on `step`, `attempt` and the places of the groups in the step.
         """
 
         def replace() -> Batch:
@@ -94,30 +94,29 @@ class Sampler:
         return batch
 
     def begin(self, step: int) -> None:
-        """Start sampling `step` with the current policy, if `loop.async_level` is 1 and it has not begun."""
+        """Start to sample `step` with the current policy if `loop.async_level` is 1, unless it has begun."""
         loop = self.settings.loop
         if loop.async_level and step < loop.steps and step not in self._begun:
             self._begun[step] = self._thread.submit(self._batch, step)
 
     def settle(self) -> dict[str, Any] | None:
-        """Wait for the engine and return the batch sampled ahead, to put it in a checkpoint; collective."""
+        """Wait for the batch sampled ahead, and return it or None. This is a collective call."""
         for step, begun in self._begun.items():
             return {"step": step, "rollouts": [vars(each) for each in all_or_raise(begun.result).rollouts]}
         return None
 
     def _batch(self, step: int, rollouts: list[Rollout] | None = None) -> Batch:
-        """Build the batch of `step`, from `rollouts` if given."""
         places, asked = self._asked(step)
         rollouts = self._sampled(asked) if rollouts is None else rollouts
         return Batch.of([prompt for prompt, _ in asked], places, rollouts, self.settings.rollout.group_size)
 
     def _asked(self, step: int) -> tuple[list[list[int]], list[tuple[Prompt, int]]]:
-        """Return the positions of each update on this rank, and the prompt and group of each position."""
+        """Return this rank's positions in each update, and the prompt and group of each position."""
         loop, n = self.settings.loop, len(self.prompts)
         chosen = batch_indices(n, loop.prompts_per_step, step, self.settings.seed)
         places = positions(len(chosen), loop.updates_per_step, distributed.rank(), distributed.world_size())
         first = step * loop.prompts_per_step
-        groups = [(first + place) // n * n + i for place, i in enumerate(chosen)]  # encode epoch and prompt
+        groups = [(first + place) // n * n + i for place, i in enumerate(chosen)]  # from epoch and prompt
         return places, [(self.prompts[chosen[place]], groups[place]) for share in places for place in share]
 
     def _sampled(self, asked: Sequence[tuple[Prompt, int]]) -> list[Rollout]:
@@ -140,17 +139,17 @@ def resample(
     weights: Sequence[float],
     phase: Callable[[str], AbstractContextManager[None]],
 ) -> tuple[Batch, RewardBatch, int]:
-    """Score the batch and replace groups without variance, up to rollout.resample times; a collective call.
+    """Score the batch and replace groups without variance, up to rollout.resample times.
 
-    Groups whose responses all earn the same, in every reward, add nothing to the gradient. DAPO's dynamic
-    sampling compares sums of rewards, which may be equal although the rewards differ.
+    This is a collective call. If a group's responses have equal scores in every reward, their A_k (Eq. 1)
+    are 0. DAPO's dynamic sampling compares sums of rewards, which may be equal although the rewards differ.
 
     Args:
         weights: one per reward. A reward of weight 0 is ignored.
         phase: Metrics.phase, which times parts of the step.
     Returns:
         The batch, its rewards, and how many prompts of this rank were replaced. Responses of the last attempt
-        stay, whatever they earned.
+        are kept, whatever their scores.
     """
     options, n_replaced = sampler.settings.rollout, 0
     with phase("rewards"):

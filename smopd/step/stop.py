@@ -1,6 +1,6 @@
-"""What ends a run between two updates: recoverable errors and signals, after a checkpoint.
+"""Recoverable errors and signals. They end a run between two updates, after a checkpoint.
 
-A signal ends the run after the current step; a second one ends it at once.
+A signal ends the run after the current step. A second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ all_or_raise = partial(distributed.all_or_raise, errors=(*RECOVERABLE, NonFinite
 
 
 class Stopped(BaseException):
-    """A signal ended the command, on every rank if `agreed`. Not an Exception, so no handler catches it."""
+    """A signal ended the command, on every rank if `agreed`. `except Exception` does not catch this."""
 
     def __init__(self, number: int, done: str, *, agreed: bool = False):
         self.agreed = agreed
@@ -42,11 +42,11 @@ class Stopped(BaseException):
 
 
 class Stop:
-    """Context manager that handles `stop_signals` and swallows Stopped; only in the main thread."""
+    """Context manager that suppresses Stopped and, in the main thread, handles `stop_signals`."""
 
     def __init__(self) -> None:
         self.number = 0
-        """Signal that arrived while signals were postponed."""
+        """The first signal that arrived, or 0."""
         self._postponed = False
         self._first = 0.0  # time.monotonic() of the first signal
         self._before: dict[int, Any] = {}
@@ -78,7 +78,7 @@ class Stop:
 
     @contextmanager
     def postponed(self) -> Iterator[None]:
-        """Only record signals inside the outermost context, and raise Stopped for them at its end."""
+        """Inside the context, only record signals. When the outermost one ends, raise Stopped for them."""
         before, self._postponed = self._postponed, True
         try:
             yield
@@ -88,5 +88,5 @@ class Stop:
             raise self._stopped()
 
     def asked(self) -> int:
-        """Return a signal that any rank has received, or 0; a collective call."""
+        """Return a signal that any rank has received, or 0. This is a collective call."""
         return int(distributed.all_reduce(torch.tensor(self.number), "max"))

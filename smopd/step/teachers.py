@@ -1,7 +1,7 @@
-"""Scores of a batch by the frozen models: the teachers and the reference policy.
+"""Score a batch with the frozen models, which are the teachers and the reference policy.
 
-Models on another device than the student score in a thread, in parallel with the rewards. On the same device
-they score in turn, because parallel collectives could be interleaved.
+If all frozen models can run beside the student, they score in a thread, in parallel with other parts of the
+step. Otherwise, they score when the step waits for them, because parallel collectives could be interleaved.
 """
 
 import time
@@ -22,21 +22,21 @@ from smopd.step.stop import all_or_raise
 
 @dataclass(frozen=True)
 class TeacherScores:
-    """Scores of the N response tokens of this rank."""
+    """The frozen models' scores of this rank's N response tokens."""
 
     topk: TeacherTopK | None
     """None without teachers."""
     ref_logp_N: Tensor | None
-    """Log-probabilities of the reference policy at the rollouts' temperature; None without a reference."""
+    """Log-probabilities of the reference policy at the rollouts' temperature, or None without a reference."""
     seconds: float
     """Duration of the scoring, whether or not the step waited for it."""
     dropped: int
-    """Teacher entries outside the tokenizer's vocabulary, on this rank."""
+    """Number of teacher entries outside the tokenizer's vocabulary, on this rank."""
 
 
 @dataclass(frozen=True)
 class TeacherScoring:
-    """Scores batches with the frozen models, in `thread` if they can run in parallel with the student."""
+    """Scorer of batches by the frozen models, in `thread` if they can run in parallel with the student."""
 
     settings: Settings
     teachers: TeacherEngine | None
@@ -45,7 +45,7 @@ class TeacherScoring:
     thread: Executor
 
     def ask(self, batch: Batch) -> Callable[[], TeacherScores]:
-        """Return a function that waits for the scores; calling it is collective."""
+        """Return a function that waits for the scores. Calling this function is a collective call."""
         score = partial(self._score, batch)
         engines = [engine for engine in (self.teachers, self.reference) if engine is not None]
         overlaps = bool(engines) and all(engine.overlaps(self.device) for engine in engines)

@@ -26,16 +26,16 @@ WORLD_CHAT_TEMPLATE = (
 def world_model(
     seed: int, *, pieces: Sequence[str] | None = None, vocab_size: int | None = None, **sizes: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Make an fp32 Qwen2 model of `sizes`, and a tokenizer whose tokens are `pieces` (None: toy_world's).
+    """Make a Qwen2 model in fp32, and a tokenizer whose tokens are `pieces` (None: those of toy_world).
 
-    vocab_size: see `qwen2_model`; None is the tokenizer's size.
+    vocab_size: see `qwen2_model`. None means the tokenizer's size. sizes: other arguments of `qwen2_model`.
     """
     tokenizer = world_tokenizer(toy_world.vocabulary() if pieces is None else pieces)
     return qwen2_model(seed, tokenizer, vocab_size or len(tokenizer), **sizes), tokenizer
 
 
 def world_tokenizer(pieces: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Make a fast tokenizer whose tokens are the given pieces. Longer pieces win.
+    """Make a fast tokenizer whose tokens are the given pieces. If several match, the longest is used.
 
     Text outside the pieces, such as spaces between words, has no tokens. Decoding concatenates tokens. The
     pieces are added tokens, because transformers loads every Qwen2 checkpoint with Qwen2Tokenizer's
@@ -74,8 +74,8 @@ def qwen2_model(
     Args:
         vocab_size: number of embedding rows, at least the size of the tokenizer.
         hidden_size: a multiple of heads, at least 32 per head.
-        kv_heads: a divisor of heads; None is heads.
-        intermediate_size: size of the MLP; None is 3 * hidden_size.
+        kv_heads: a divisor of heads. None means heads.
+        intermediate_size: size of the MLP. None means 3 * hidden_size.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     intermediate_size = 3 * hidden_size if intermediate_size is None else intermediate_size

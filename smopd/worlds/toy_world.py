@@ -1,8 +1,8 @@
 """The quickstart environment: generated tool-calling prompts, true calls and sloppy demonstrations.
 
-A prompt lists two to four tools with their parameters and asks for one of them in everyday words.
-smopd.rewards.rlla scores the answer: a dense reward for the call and a sparse one for the exact format. Most
-demonstrations have the right call in a wrong format. A model trained on them hits the format at a given rate.
+A prompt lists two to four tools with their parameters, and asks for one tool in everyday words.
+smopd.rewards.rlla scores the answer with a dense reward for the call and a sparse one for the exact format.
+Most demonstrations have the right call in a wrong format. A given share has the exact format.
 """
 
 import hashlib
@@ -32,11 +32,11 @@ _TRAILERS = ((" Done", "."), ("\n", "Anything", " else", "?"))
 _SIGNATURE_PIECES = ("(", ")", ",", ";")
 
 WRONG_TOOL_RATE, DROPPED_PARAMETER_RATE, WRONG_VALUE_RATE = 0.12, 0.08, 0.07  # ours
-EASY_RATE = 0.8  # ours: the rate of three of the five decisions of in_sloppy_format
+EASY_RATE = 0.8  # ours: how often three of the five decisions in in_sloppy_format are right
 
 
 class Parameter(NamedTuple):
-    """A parameter: its pool of values, and how often demonstrations misname it or quote an integer."""
+    """A parameter: the pool of its values, and how often demonstrations misname it or quote its integer."""
 
     pool: str
     alias: str
@@ -77,7 +77,7 @@ class _Task(NamedTuple):
 
     @property
     def split(self) -> str:
-        """The split of the request, by its hash. One request in five is held out."""
+        """The split, chosen by the request's hash. One request in five is held out."""
         return "heldout" if hashlib.sha256(self.request.encode()).digest()[0] % 5 == 0 else "train"
 
 
@@ -102,7 +102,7 @@ def _draw_tasks(n: int, split: str, rng: random.Random) -> list[_Task]:
 
 
 def prompts(n: int, seed: int, split: str = "train") -> list[dict[str, str]]:
-    """Return n rows {"prompt", "ground_truth"} of "train" or "heldout", which share no request."""
+    """Return n rows {"prompt", "ground_truth"} of "train" or "heldout". These splits share no request."""
     tasks = _draw_tasks(n, split, random.Random(f"toy_world prompts {split} {seed}"))
     return [{"prompt": task.prompt, "ground_truth": task.ground_truth} for task in tasks]
 
@@ -110,7 +110,7 @@ def prompts(n: int, seed: int, split: str = "train") -> list[dict[str, str]]:
 def demonstrations(
     n: int, seed: int, format_rate: float = 0.0003, split: str = "train"
 ) -> list[dict[str, str]]:
-    """Return n rows with a "completion", of which the share format_rate has the exact format."""
+    """Return n rows {"prompt", "completion", "ground_truth"}. The share format_rate has the exact format."""
     rng = random.Random(f"toy_world demonstrations {split} {seed}")
     rows = []
     for task in _draw_tasks(n, split, rng):
@@ -126,11 +126,11 @@ def in_sloppy_format(
     rng: random.Random,
     wrong_separators: Sequence[Sequence[str]] = _WRONG_SEPARATORS,
 ) -> list[str]:
-    """Return the pieces of an answer with `call`, which has the exact format at the rate format_rate.
+    """Return the pieces of an answer with `call`. It has the exact format with probability format_rate.
 
-    Five independent decisions make up the format. Three are right at EASY_RATE: no prefix, the call on its
-    own line, and no trailer. The other two are a think block and one newline after it. These are right at
-    equal rates, so that the product of all five rates is format_rate.
+    The format consists of five independent decisions. Three are right with probability EASY_RATE: no prefix,
+    the call on its own line, and no trailer. The other two are a think block, and one newline after it. Their
+    probabilities are equal, and the product of all five is format_rate.
 
     wrong_separators: replacements of the newline between think block and call, drawn uniformly.
     """

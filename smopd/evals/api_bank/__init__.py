@@ -1,1 +1,1 @@
-"""API-Bank: calls scored exactly, and answers by a judge behind a chat endpoint."""
+"""The API-Bank suite: exact matches of calls, and a judge for the other responses."""

@@ -1,7 +1,7 @@
-"""The judge of API-Bank: sends the paper's prompt for each response without an exact match.
+"""The judge of API-Bank, which receives the paper's prompt for each response without an exact match.
 
-Answers are cached on disk by a hash of the whole request. A request without an answer counts as failed and is
-sent again in the next run.
+Its answers are cached on disk under a hash of the whole request. A request without an answer counts as
+failed, and the next run sends it again.
 """
 
 import hashlib
@@ -27,13 +27,13 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 GIVE_UP_AFTER = 32  # ours: consecutive failures before the remaining requests are skipped
 NO_CALL = "(no tool call)"
 INSTALL = "pip install 'smopd[judge]'"
-# Error codes of endpoints whose content filter refused the request.
+# Error codes by which endpoints report that a content filter refused the request.
 FILTERED = ("content_filter", "data_inspection_failed", "DataInspectionFailed")
 
 PROMPT = (PAPER / "judge_prompt.txt").read_text(encoding="utf-8").rstrip("\n")  # verbatim
 
 _PLACEHOLDER = re.compile(r"\{(dialogue|gold|pred)\}")
-# Emphasis and the angle brackets of the prompt's placeholder are allowed.
+# Emphasis is allowed here. `judgment` also removes the angle brackets of the prompt's placeholder.
 _JUDGMENT = re.compile(r"[ \t*]*Judgment[ \t*]*:(.*)", re.IGNORECASE)
 
 
@@ -42,11 +42,11 @@ class JudgeSettings:
     """The endpoint that judges responses without an exact match."""
 
     url: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None
-    """URL of an OpenAI-compatible endpoint, including /v1. Without it nothing is judged."""
+    """URL of an OpenAI-compatible endpoint, including /v1. Without a URL, nothing is judged."""
     model: str = "qwen3.7-plus"
-    """The model name at the endpoint; the default is the paper's."""
+    """Name of the model at the endpoint. The default is the paper's judge."""
     key_variable: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """The environment variable with the API key."""
+    """Name of the environment variable with the API key."""
     max_tokens: int | None = 1024
     """Maximum answer length in tokens."""
     concurrency: int = 8
@@ -54,7 +54,7 @@ class JudgeSettings:
     timeout_seconds: float = 120.0
     """Timeout of one request."""
     retries: int = 5
-    """Retries with back-off after a timeout, a connection error, or status 408, 409, 429 or 5xx."""
+    """Number of retries with back-off after a timeout, connection error, or status 408, 409, 429 or 5xx."""
 
     def check(self) -> None:
         """Raise ValueError for a bad option."""
@@ -72,14 +72,14 @@ class JudgeSettings:
 
 
 class Verdict(NamedTuple):
-    """The judge's verdict and answer, or the reason for a failure."""
+    """A verdict. `text` is the judge's answer, or the reason if `kind` is failed."""
 
     kind: Kind
     text: str
 
 
 class Judge:
-    """Judge that sends each request once and stores the answers in the folder `cache`."""
+    """Sends each request to the judge once, and stores the answers in the folder `cache`."""
 
     def __init__(self, settings: JudgeSettings, cache: Path):
         self.settings = settings
@@ -89,7 +89,7 @@ class Judge:
         self._lock = threading.Lock()
 
     def request(self, dialogue: str, gold: str, predicted: str) -> dict[str, Any]:
-        """Build the request about a response. Gold and predicted calls are one JSON object per line."""
+        """Build the request for one response. `gold` and `predicted` have one call per line, as JSON."""
         settings = self.settings
         texts = {"dialogue": dialogue, "gold": gold, "pred": predicted or NO_CALL}
         prompt = _PLACEHOLDER.sub(lambda match: texts[match[1]], PROMPT)
@@ -119,7 +119,7 @@ class Judge:
     def _verdict(self, client: Any, request: str) -> Verdict:
         path = self.cache / f"{hashlib.sha256(request.encode()).hexdigest()}.json"
         text: str | None = None
-        with suppress(OSError, ValueError, KeyError, TypeError):  # a file that cannot be read is ignored
+        with suppress(OSError, ValueError, KeyError, TypeError):  # an unreadable file is ignored
             kept = json.loads(path.read_text(encoding="utf-8"))["answer"]
             text = kept if isinstance(kept, str) else None
         with self._lock:
@@ -140,7 +140,7 @@ class Judge:
 
 
 def ask(client: Any, request: dict[str, Any]) -> tuple[str | None, str]:
-    """Send a chat completion request; return (answer or refusal, ""), or (None, reason)."""
+    """Send a chat completion request. Return (answer or refusal, ""), or (None, reason) if it failed."""
     from openai import APIError, APIStatusError
 
     try:
@@ -161,7 +161,7 @@ def ask(client: Any, request: dict[str, Any]) -> tuple[str | None, str]:
 
 
 def judgment(answer: str) -> Literal["yes", "no", "other_format"]:
-    """Parse the one `Judgment:` line, which must come last. Text up to </think> is ignored."""
+    """Parse the last line, which must be the only `Judgment:` line. Text up to </think> is ignored."""
     lines = answer.rpartition("</think>")[2].strip().split("\n")
     found = [match for match in map(_JUDGMENT.match, lines) if match is not None]
     if len(found) == 1 and _JUDGMENT.match(lines[-1]):

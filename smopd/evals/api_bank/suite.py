@@ -1,6 +1,6 @@
 """API-Bank: 597 dialogues, scored by exact match and optionally by a judge.
 
-A response passes if it contains every true call with the same name and parameters.
+A response is an exact match if it contains every true call, with the same name and parameters.
 """
 
 import json
@@ -19,9 +19,10 @@ from smopd.rewards.rlla import MAX_BLOCK_CHARS
 Parser = Literal["first", "last", "published"]
 """How calls are parsed.
 
-first: the first tool_call block, if both tags occur. last: the last block, or bare JSON. published: GD2PO's
-scripts with ToolRL's matcher. They read from the first opening to the next closing tag. They also accept a
-call inside a JSON string, and the true parameters alone. A number instead of a call fails the response.
+first: read the first tool_call block, if both tags occur. last: read the last block, or bare JSON. published:
+follow GD2PO's scripts with ToolRL's matcher. They read from the first opening tag to the next closing tag.
+They also accept a call in a JSON string, and the true parameters alone. They find no calls in a response with
+a number instead of a call.
 """
 Outcome = Literal["exact", "wrong_arguments", "wrong_tool", "no_call"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
@@ -31,12 +32,12 @@ TABLES: tuple[tuple[str, str, str, str, Sequence[str]], ...] = (
     ("", "overall", "exact", "outcome", OUTCOMES),
     ("judge_", "average", "correct", "verdict", KINDS),
 )
-"""For each table: key prefix, key of the total, name of the pass score, name of the kind, and all kinds."""
+"""Per table: prefix of its keys, key of its total, name of the pass score, name of the kind, all kinds."""
 ApiCall = dict[str, Any]
 
 
 def columns_of(parser: Parser, judged: bool) -> tuple[Column, ...]:
-    """Return the columns; the headings name the parser."""
+    """Return the columns. The headings of exact matches name the parser."""
     headings = {level: f"Exact {level} (%, {parser})" for level in LEVELS}
     headings["overall"] = f"Exact Overall (%, {parser})"
     if judged:
@@ -46,7 +47,7 @@ def columns_of(parser: Parser, judged: bool) -> tuple[Column, ...]:
 
 
 def outcome(response_text: str, true_calls: Sequence[ApiCall], *, parser: Parser = "first") -> Outcome:
-    """Classify a response: exact match, wrong arguments, wrong tool or no call."""
+    """Classify a response as exact match, wrong arguments, wrong tool or no call."""
     calls = read_calls(response_text, parser)
     if all(any(_equal(call, true) for call in calls) for true in true_calls):
         return "exact"
@@ -57,7 +58,7 @@ def outcome(response_text: str, true_calls: Sequence[ApiCall], *, parser: Parser
 
 
 def read_calls(response_text: str, parser: Parser = "first") -> list[ApiCall]:
-    """Return the calls of a response, one JSON object per line. Other lines are skipped."""
+    """Return the calls of a response. Each is a JSON object on its own line. Other lines are skipped."""
     if parser == "last":
         block = response_text.rsplit("<tool_call>", 1)[-1]
     elif "<tool_call>" in response_text and "</tool_call>" in response_text:
@@ -77,14 +78,14 @@ def read_calls(response_text: str, parser: Parser = "first") -> list[ApiCall]:
 
 
 def _equal(call: ApiCall, true: ApiCall) -> bool:
-    """Return whether two calls are equal. A call of the published parser may be bare parameters."""
+    """Return whether two calls are equal. A call from the published parser may be the parameters alone."""
     if "name" not in call and "parameters" not in call:
         return call == true["parameters"]
     return call.get("name") == true["name"] and call.get("parameters") == true["parameters"]
 
 
 def load_items(data: Path) -> list[Item]:
-    """Load the items of a folder or of one level's file. A key is LEVEL-ROW, like L1-8 in the paper."""
+    """Load all levels from a folder, or one level from its file. Keys are LEVEL-ROW, as L1-8 in the paper."""
     items = []
     for level, path in group_files(data, FILES, "API-Bank data").items():
         for index, row in enumerate(load_rows(str(path))):
@@ -131,7 +132,7 @@ class ApiBank(Suite):
         return list(scores)
 
     def summary(self, groups: Sequence[str], scores: Sequence[Scores]) -> dict[str, float | None]:
-        """Return the columns, and the count of each outcome and verdict, in total and by level."""
+        """Return the columns, and counts of each outcome and verdict, in total and per level."""
         parts = {level: [s for g, s in zip(groups, scores, strict=True) if g == level] for level in LEVELS}
         found: dict[str, float | None] = {}
         for prefix, every, passed, kind, kinds in TABLES if self.judge is not None else TABLES[:1]:
@@ -153,7 +154,7 @@ def _lines(calls: Sequence[ApiCall]) -> str:
 
 @dataclass(frozen=True)
 class ApiBankEvaluation(Evaluation):
-    """Score a model, or saved responses, on API-Bank: exact match by level, and optionally a judge.
+    """Score a model, or saved responses, on API-Bank by exact match per level, and optionally by a judge.
 
     Writes api_bank.json (the scores) and api_bank_items.jsonl (each response with its truth and outcome).
     """
@@ -161,8 +162,8 @@ class ApiBankEvaluation(Evaluation):
     default_data: ClassVar[str] = "api_bank"
 
     parser: Parser = "first"
-    """How calls are parsed. first: the first tool_call block, if both tags occur; last: the last block, or
-    bare JSON; published: as the published scorer does."""
+    """How calls are parsed. first: the first tool_call block, if both tags occur. last: the last block, or
+    bare JSON. published: as in the published scorer."""
     judge: JudgeSettings = field(default_factory=JudgeSettings)
 
     def suite(self) -> ApiBank:

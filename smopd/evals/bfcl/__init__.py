@@ -1,1 +1,1 @@
-"""BFCL: single-turn categories scored by answers, multi-turn by the package bfcl-eval."""
+"""The BFCL suite. It scores single-turn categories, and reads bfcl-eval's scores of the others."""

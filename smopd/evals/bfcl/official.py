@@ -1,8 +1,8 @@
 """BFCL's data folder and AST checker, from the package bfcl-eval.
 
-`pip install --no-deps` is enough. The checker imports the package's model registry, and with it every
-vendor's client library, only to look up whether a model writes underscores for the dots in function names. A
-stub replaces the registry.
+`pip install --no-deps` is enough. The checker imports the package's model registry, which imports every
+vendor's client library. It needs the registry only to know whether a model writes underscores for the dots in
+function names. A stub replaces the registry.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 PACKAGE = "bfcl_eval"
 INSTALL = "pip install --no-deps bfcl-eval==2026.3.23"
-# Ours: the package's Java patterns take cubic time in a value's length. True values have <= 152 characters.
+# Ours: the package's Java patterns need time cubic in a value's length. True values have <= 152 characters.
 MAX_SOURCE_CHARS = 1_000
 MODEL = "smopd"
 
@@ -26,14 +26,12 @@ Answer = Mapping[str, Mapping[str, Sequence[Any]]]
 
 
 class Call(NamedTuple):
-    """One call of a response."""
-
     name: str
     arguments: dict[str, Any]
 
 
 def language_of(category: str) -> str:
-    """Return python, java or javascript."""
+    """Return the language of a category: python, java or javascript."""
     return {"simple_java": "java", "simple_javascript": "javascript"}.get(category, "python")
 
 
@@ -42,7 +40,7 @@ def find_mistake(
 ) -> str | None:
     """Return the checker's first error, or None for a correct response.
 
-    calls: Java and JavaScript arguments are source strings. answers: parallel categories ignore the order.
+    calls: Java and JavaScript arguments are source strings. answers: parallel categories allow any order.
     """
     language = language_of(category)
     longest = max((len(str(value)) for call in calls for value in call.arguments.values()), default=0)

@@ -1,7 +1,7 @@
 """BFCL's items in RLLA's form: the prompt of an item, and the calls in a response.
 
-As in ToolRL's handler for BFCL, the system message lists the tools and the user message holds the dialogue.
-Calls are in the last `<tool_call>` block, one JSON object per line. Responses are parsed, never evaluated.
+As in ToolRL's handler for BFCL, the system message lists the tools, and the user message is the dialogue. The
+calls are in a response's last `<tool_call>` block, one JSON object per line. They are parsed, never executed.
 """
 
 import copy
@@ -50,7 +50,7 @@ def messages(
 
 
 def shown_functions(functions: Sequence[Function], category: str) -> list[dict[str, Any]]:
-    """Return the functions for the prompt. Java and JavaScript parameters become source strings."""
+    """Return the functions as the prompt shows them. Java and JavaScript parameters are source strings."""
     language = language_of(category)
     shown = []
     for function in copy.deepcopy([*map(dict, functions)]):
@@ -72,7 +72,7 @@ def shown_functions(functions: Sequence[Function], category: str) -> list[dict[s
 
 
 def read_calls(response: str) -> list[Call]:
-    """Return the calls of a response; lines that are no calls are skipped. ValueError if all are skipped."""
+    """Return a response's calls. Other lines are skipped. Raise ValueError if all lines are skipped."""
     _, opened, block = response.rpartition("<tool_call>")
     block = block.split("</tool_call>", 1)[0] if opened else ""
     if len(block) > MAX_CHARS:

@@ -1,8 +1,9 @@
 """BFCL v4, single turn: the 2,501 AST items and the relevance sets.
 
-Data and AST checker come from the package bfcl-eval. As in BFCL, an irrelevance item is correct if the
-response has no readable call, a live_relevance item if it has one. Unreadable calls are counted separately.
-The paper reports AST, the mean of non-live and live; the other means are BFCL's.
+The data and the AST checker come from the package bfcl-eval. As in BFCL, an irrelevance item is correct if
+the response has no readable call. A live_relevance item is correct if the response has one. Responses with
+unreadable calls are also counted. The paper reports AST, which is the mean of non-live and live. BFCL defines
+the other means.
 """
 
 import json
@@ -51,13 +52,13 @@ COLUMNS = tuple(
 
 @dataclass(frozen=True)
 class BfclItem(Item):
-    """An item with its callable functions."""
+    """An item with the functions that its response may call."""
 
     functions: Sequence[Function] = ()
 
 
 class BfclSuite(Suite):
-    """The single-turn categories. `more` maps other categories to accuracies that count in Overall."""
+    """The single-turn categories. `more` has the accuracies of other categories, which count in Overall."""
 
     name = "bfcl"
     title = "BFCL v4"
@@ -69,7 +70,7 @@ class BfclSuite(Suite):
         self.more = more or {}
 
     def score(self, responses: Sequence[str]) -> list[Scores]:
-        """Return `correct`, the number of `calls` (None if unreadable) and the first `mistake`."""
+        """Return for each response `correct`, `calls` (their number, or None if unreadable) and `mistake`."""
         return [self._score(item, response) for item, response in zip(self.items, responses, strict=True)]
 
     def _score(self, item: BfclItem, response: str) -> Scores:
@@ -86,7 +87,7 @@ class BfclSuite(Suite):
         return {"correct": mistake is None, "calls": len(calls), "mistake": mistake}
 
     def summary(self, groups: Sequence[str], scores: Sequence[Scores]) -> dict[str, float | None]:
-        """Return accuracies and their means as fractions, and counts of `unreadable` responses."""
+        """Return the accuracies and their means as fractions, and the counts of `unreadable` responses."""
         right, unreadable = Counter[str](), Counter[str]()
         for group, score in zip(groups, scores, strict=True):
             right[group] += score["correct"]
@@ -100,8 +101,8 @@ class BfclSuite(Suite):
 class Bfcl(Evaluation):
     """Score a model, or saved responses, on BFCL v4's single-turn categories: AST, relevance, Overall.
 
-    The items come from the installed package bfcl-eval. `data` names another folder of BFCL_v4_*.json files
-    with a subfolder possible_answer/.
+    The items come from the installed package bfcl-eval, or from `data`, a folder of BFCL_v4_*.json files with
+    a subfolder possible_answer/.
     """
 
     default_data: ClassVar[str] = "bfcl-eval"
@@ -109,7 +110,7 @@ class Bfcl(Evaluation):
     categories: tuple[str, ...] = CATEGORIES
     """Categories to run."""
     multi_turn_scores: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """A folder of bfcl-eval's score files with the multi-turn and agentic parts of Overall."""
+    """Folder of bfcl-eval's score files, for the multi-turn and agentic parts of Overall."""
 
     @property
     def data_path(self) -> Path:
@@ -161,10 +162,10 @@ def load_items(data: Path, categories: Sequence[str]) -> list[BfclItem]:
 
 
 def summarise(accuracies: Mapping[str, float]) -> dict[str, float | None]:
-    """Return the accuracies by category and all means. A mean with a missing part is None.
+    """Return the accuracies by category and all means. A mean is None if one of its parts is missing.
 
-    Simple is averaged over languages, non-live over its four kinds, live over its items. Overall counts a
-    missing part as 0.
+    Simple is the mean over languages, non-live over its four kinds, and live over its items. In Overall, a
+    missing part counts as 0.
     """
     found: dict[str, float | None] = dict.fromkeys((*CATEGORIES, "overall")) | dict(accuracies)
 
@@ -189,7 +190,7 @@ def summarise(accuracies: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def missing_parts(summary: Mapping[str, float | None]) -> list[str]:
-    """Return the incomplete parts of Overall. A part that ran partly is followed by what it lacks."""
+    """Return the incomplete parts of Overall. If only some categories are missing, the part lists them."""
     missing = []
     for part, (_, name, categories) in OVERALL.items():
         absent = [category for category in categories if summary.get(category) is None]
