@@ -1,7 +1,7 @@
-"""setuptools' build backend, which also asks for torch where smopd._C is to be compiled against it.
+"""setuptools' build backend, which also requires torch if smopd._C will be compiled.
 
-So `python -m build` and an isolated `pip install` make a package with the extension. Neither an sdist nor a
-build without a compiler (or with SMOPD_BUILD_EXT=0) fetches gigabytes in vain.
+So `python -m build` and an isolated `pip install` build the extension. To save gigabytes, torch is not
+downloaded for an sdist, for a build without a compiler, or if SMOPD_BUILD_EXT=0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from setuptools.build_meta import *  # noqa: F403 the other hooks
 
 
 def torch_requirement() -> str:
-    """The package's own bound. Python 3.10 has no reader of TOML."""
+    """Return the bound of torch in pyproject.toml, by a pattern: Python 3.10 has no TOML parser."""
     found = re.search(r'"(torch>=[^"]+)"', Path(__file__).with_name("pyproject.toml").read_text())
     assert found, "pyproject.toml names no torch"
     return found[1]

@@ -1,10 +1,10 @@
-"""Maps kernels/ and engine/ to smopd.kernels and smopd.engine, and builds smopd._C.
+"""Map kernels/ and engine/ to smopd.kernels and smopd.engine, and build smopd._C.
 
-The extension uses torch's stable ABI: one binary serves Python >= 3.10 (Py_LIMITED_API) and every torch that
-pyproject.toml admits, from 2.11 (TORCH_TARGET_VERSION asks for the ABI of 2.10). An isolated build has the
-torch that build_backend.py asked for. Without a torch to build against or without a working compiler the
-package installs all the same, with one line that says so, and the reference serves the operations.
-SMOPD_BUILD_EXT=0 leaves the extension out; SMOPD_BUILD_EXT=1 makes a build without it an error.
+The extension uses torch's stable ABI. So one binary works with Python >= 3.10 (Py_LIMITED_API) and with every
+torch that pyproject.toml allows, from 2.11 (TORCH_TARGET_VERSION selects the ABI of 2.10). In an isolated
+build, build_backend.py requires torch. If torch or a working compiler is missing, the build prints one line,
+and the package uses the reference backend. SMOPD_BUILD_EXT=0 skips the extension. With SMOPD_BUILD_EXT=1, a
+build without the extension is an error.
 """
 
 import os
@@ -30,7 +30,7 @@ SOURCES = [
     "csrc/cpu/union.cpp",
 ]
 HEADERS = [f"csrc/cpu/{name}.h" for name in ("arguments", "exponent", "rows", "support", "topk", "union")]
-# Never -ffast-math, at compile or link: it flushes denormals in every thread that loads the library.
+# Never compile or link with -ffast-math: each thread that loads the library would flush denormals.
 COMPILE_FLAGS = [
     "-std=c++20",
     "-O3",
@@ -47,14 +47,14 @@ COMPILE_FLAGS = [
 
 
 def say(reason: str) -> None:
-    """Report a build without the extension, or stop it where the extension was demanded."""
+    """Report a build without the extension. If SMOPD_BUILD_EXT=1, exit with an error."""
     if MODE == "1":
         sys.exit(f"smopd: smopd._C was not built: {reason}; SMOPD_BUILD_EXT=1 demands it")
     print(f"smopd: smopd._C was not built: {reason}; the reference backend will be used", file=sys.stderr)
 
 
 def torch_folder() -> Path | None:
-    """The installed torch that has the stable ABI's headers, found without importing it."""
+    """Return the folder of an installed torch with the stable ABI's headers, without importing torch."""
     spec = find_spec("torch")
     for location in (spec.submodule_search_locations or []) if spec else []:
         if (Path(location) / "include/torch/csrc/stable/ops.h").is_file():
@@ -88,7 +88,7 @@ def extensions() -> list[Extension]:
 
 
 def side_by_side(compile_all: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    """A compiler's `compile` that takes the sources at once, one a core, not one after the other."""
+    """Return a replacement of a compiler's `compile` that compiles the sources in parallel, one per core."""
 
     def compile_each(sources: list[str], **options: Any) -> list[str]:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -99,7 +99,7 @@ def side_by_side(compile_all: Callable[..., list[str]]) -> Callable[..., list[st
 
 
 class BuildExtension(build_ext):
-    """A failed build is reported in one line and leaves a package without the extension."""
+    """Build the extension. If that fails, print one line and continue without the extension."""
 
     def build_extension(self, ext: Extension) -> None:
         self.compiler.compile = side_by_side(self.compiler.compile)
@@ -110,7 +110,7 @@ class BuildExtension(build_ext):
 
 
 class SourceDistribution(sdist):
-    """An sdist has the links of a clone, so that its tests run where it is unpacked."""
+    """Add the links in smopd/ to the sdist, so that its tests run after it is unpacked."""
 
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
         super().make_release_tree(base_dir, files)
@@ -119,7 +119,7 @@ class SourceDistribution(sdist):
 
 
 def rooms() -> list[str]:
-    """kernels/ and engine/ with their folders, by the names that they are imported by."""
+    """Return the import names of kernels/, engine/ and their subfolders."""
     files = [file for room in ROOMS for file in Path(room).rglob("*.py")]
     return sorted({".".join(["smopd", *file.parent.parts]) for file in files})
 

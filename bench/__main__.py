@@ -1,4 +1,4 @@
-"""`python -m bench FILE...`: print the rows that `pytest bench` stored as one table."""
+"""`python -m bench FILE...`: print one table of the rows that `pytest bench` stored in these files."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ BOUND = 2e-5
 
 @dataclass(frozen=True)
 class Inputs:
-    """N responses in N / G adjacent groups."""
+    """N responses, in N / G groups of adjacent responses."""
 
     case: Case
     rewards_RK: Tensor

@@ -31,12 +31,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[ROWS] = []
     if not config.getoption("benchmark_verbose", True):
-        config.option.benchmark_quiet = True  # one table: ours has the ceiling
+        config.option.benchmark_quiet = True  # show only our table, which has the ceiling
 
 
 @pytest.fixture
 def tell(request: pytest.FixtureRequest) -> Callable[[dict], None]:
-    """Return a function that stores a row together with the machine and versions."""
+    """Return a function that stores a row with the machine and versions."""
     config = request.config
 
     def keep(row: dict) -> None:

@@ -1,4 +1,4 @@
-"""Benchmarks of smopd_loss, also in place, and linear_smopd_loss, with their gradients."""
+"""Benchmarks of smopd_loss (also in place) and linear_smopd_loss, forward and backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from smopd.ops import LossSettings, LossStats, LossTokens, linear_smopd_loss, sm
 
 
 def run(form):
-    """Time form(*leaves, tokens, settings) -> loss, terms with autograd's backward."""
+    """Return a call that runs form(*leaves, tokens, settings) -> (loss, terms) and autograd's backward."""
 
     def call(scenario: Scenario) -> Outputs:
         leaves = scenario.leaves()

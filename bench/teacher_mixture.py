@@ -14,7 +14,7 @@ from bench.harness.truth import checked_rows, in_chunks
 from bench.harness.types import Benchmark, Case, Expected, Outputs, Provider, compiled, compiling, ours
 from smopd.ops import teacher_mixture
 
-IDS_PER_CANDIDATE = 4  # ids per entry of kappa: teachers share most of their tokens
+IDS_PER_CANDIDATE = 4  # ids / kappa: few, because real teachers share most of their tokens
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def mixture_inputs(case: Case, device: str) -> Inputs:
 
 
 def truth(inputs: Inputs) -> dict[str, Expected]:
-    """Return the true results, computed with one entry more."""
+    """Return the true results, which are computed with kappa + 1 entries for `clear_places`."""
     kappa, width = inputs.case.kappa, inputs.ids_NMS[0].numel() ** 2
     rows = checked_rows(inputs.case.N, width, str(inputs.ids_NMS.device))
     parts = [

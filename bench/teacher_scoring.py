@@ -1,9 +1,10 @@
-"""Compare three ways to score with a teacher: vLLM's prompt_logprobs, our pooler in vLLM, the local engine.
+"""Compare scoring with a teacher by vLLM's prompt_logprobs, our pooler in vLLM, and the local engine.
 
     python -m bench.teacher_scoring --model FOLDER [--tokens 512 2048] [--prompt 8] [--dtype bfloat16]
 
 Prints JSON lines with the median microseconds per response position and the peak memory of a call. Results
-are compared before timing. The last two skip the positions of the prompt, so short prompts favor vLLM's own.
+are compared before timing. Our pooler and the local engine skip the positions of the prompt, so short prompts
+favor vLLM's prompt_logprobs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from smopd.engine.types import Rollout
 BOUNDS = {"float32": 1e-3, "bfloat16": 8e-3}  # bf16: two roundings of a logit near 1
 
 Score = Callable[[list[Rollout], int], Tensor]
-"""Function of responses and kappa that returns (N, kappa) log-probabilities."""
+"""Maps responses and kappa to (N, kappa) log-probabilities."""
 
 
 def main() -> None:
@@ -71,7 +72,7 @@ def scorers(folder: str, vocabulary: int, dtype: str) -> dict[str, Score]:
 
 
 def as_dicts(llm, rollouts: list[Rollout], kappa: int) -> Tensor:
-    """Score as users do: read a dict per position."""
+    """Score as users of vLLM do, by reading one dict per position."""
     from vllm import SamplingParams
 
     prompts = [{"prompt_token_ids": [*r.prompt_ids, *r.response_ids.tolist()]} for r in rollouts]

@@ -2,9 +2,9 @@
 
     pytest bench -k topk_logprobs                 one operation
     pytest bench -k "smopd_loss and (cpp or eager)"
-    pytest bench --smopd-output rows.jsonl        rows as JSON lines; python -m bench rows.jsonl shows them
+    pytest bench --smopd-output rows.jsonl        write rows, which `python -m bench rows.jsonl` shows
 
-A wrong result of ours fails and is not timed. Providers that are not installed are skipped.
+If a result of ours is wrong, the test fails without timing. Providers that are not installed are skipped.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Entry:
 
 
 def cases_of(benchmark: Benchmark, chosen: str) -> list[Case]:
-    """Return the cases for "cpu", "cuda" or "quick", which shrinks those for "cpu"."""
+    """Return the cases for "cpu" or "cuda", or for "quick" small versions of those for "cpu"."""
     if chosen != "quick":
         return list(benchmark.cases[chosen])
     small = [

@@ -21,7 +21,7 @@ def inputs(case: Case, device: str) -> Scenario:
 
 
 def run(form):
-    """Time form(logits, tokens, settings) -> logp_N, kl_N with autograd's backward."""
+    """Return a call that runs form(logits, tokens, settings) -> (logp_N, kl_N) and autograd's backward."""
 
     def call(scenario: Scenario) -> Outputs:
         logits_NV, tokens = scenario.logits_NV.detach().requires_grad_(), scenario.tokens

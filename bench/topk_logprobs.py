@@ -27,7 +27,7 @@ class Inputs:
 
 
 def truth(inputs: Inputs) -> dict[str, Expected]:
-    """Return the true results; no ids for a head, whose rounding decides between nearly equal tokens."""
+    """Return the true results. For a head, omit the ids: rounding decides between nearly equal tokens."""
     case = inputs.case
     rows = checked_rows(case.N, case.V, str(inputs.given[0].device))
     ids, logps = [], []

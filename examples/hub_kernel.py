@@ -1,10 +1,10 @@
-"""Write smopd.ops as a kernel of the Hugging Face hub, in the layout that `pip install kernels` loads.
+"""Write smopd.ops as a kernel for the Hugging Face hub, in the layout that the package `kernels` loads.
 
     python -m examples.hub_kernel FOLDER
     python -c "import kernels, pathlib; print(kernels.get_local_kernel(pathlib.Path('FOLDER')).smopd_loss)"
 
-`hf upload OWNER/smopd-ops FOLDER --repo-type kernel` publishes it. Triton serves GPUs, PyTorch CPUs: the C++
-backend is not part of it. The operators are torch.ops.smopd_DIGEST, beside those of an installed smopd.
+`hf upload OWNER/smopd-ops FOLDER --repo-type kernel` publishes the kernel. It uses Triton on GPUs and PyTorch
+on CPUs, without the C++ backend. Its operators are torch.ops.smopd_DIGEST, apart from an installed smopd's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BACKENDS = ("cpu", "cuda")
 
 
 def sources() -> tuple[str, dict[str, str]]:
-    """Return a digest and each file's text, with relative imports and a namespace of operators of its own."""
+    """Return a digest, and each file's text with relative imports and the digest in the NAMESPACE."""
     found = {"__init__.py": Path(ops.__file__).read_text()}
     for path in sorted(KERNELS.rglob("*.py")):
         found[path.relative_to(KERNELS).as_posix()] = path.read_text()
@@ -37,7 +37,7 @@ def sources() -> tuple[str, dict[str, str]]:
 
 
 def write(folder: Path, version: int = 1) -> None:
-    """Write the kernel's repository, a variant for each backend."""
+    """Write the kernel's repository, with one variant for each backend."""
     digest, files = sources()
     identifier = f"{NAME.replace('-', '_')}_{digest}"
     for backend in BACKENDS:

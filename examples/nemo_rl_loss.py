@@ -1,4 +1,4 @@
-"""SMOPD's objective as a NeMo-RL loss function, and two teachers, one tiny student, a few updates on a CPU.
+"""SMOPD's objective as a NeMo-RL loss function, with a demo of two teachers and a tiny student on a CPU.
 
     answers = [teacher.get_topk_logits(train_data, k=64) for teacher in teachers]
     train_data.update(stack_teachers(answers))
@@ -6,8 +6,8 @@
 
     python examples/nemo_rl_loss.py [--steps 20]
 
-The example follows a NeMo-RL worker without its Ray cluster: teachers return their top logits, the columns
-are stacked, and the loss is called with the logits of a micro-batch. Needs NeMo-RL, installed from source.
+The demo follows a NeMo-RL worker without its Ray cluster. The teachers return their top logits, which are
+stacked, and the loss is called with the logits of a micro-batch. Needs NeMo-RL, installed from source.
 
 Shapes: B sequences, T their padded length, V vocabulary, M teachers, S entries of a teacher.
 """
@@ -31,7 +31,7 @@ LOGITS, IDS, LOGPS = "teacher_topk_logits", "teacher_topk_indices", "teacher_top
 
 
 def stack_teachers(answers: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Stack the teachers' `get_topk_logits` answers (B, T, S) to the columns (B, T, M, S) of SmopdLossFn."""
+    """Stack the teachers' `get_topk_logits` answers (B, T, S) into SmopdLossFn's columns (B, T, M, S)."""
     shapes = [tuple(answer["topk_indices"].shape) for answer in answers]
     if len(set(shapes)) != 1:
         raise ValueError(f"stack_teachers: the teachers' answers have shapes {shapes}, expected one for all")
@@ -44,15 +44,15 @@ def stack_teachers(answers: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]
 class SmopdLossFn:
     """Eq. 9 in NeMo-RL's loss protocol: `loss_type` TOKEN_LEVEL, `input_type` LOGIT.
 
-    The micro-batch holds input_ids, token_mask, sample_mask and teacher_topk_indices (B, T, S) or
-    (B, T, M, S). It also holds teacher_topk_logprobs, normalised over the vocabulary, or teacher_topk_logits,
-    which are normalised over their S entries as in NeMo-RL, so that the teachers' tail is empty. Advantages
-    add the clipped policy gradient, with a ratio of 1 unless there are prev_logprobs. Loss and metrics are
-    divided by global_valid_toks, so that the host can add them up over micro-batches.
+    The micro-batch has input_ids, token_mask, sample_mask and teacher_topk_indices, (B, T, S) or
+    (B, T, M, S). It also has teacher_topk_logprobs, normalised over the vocabulary, or teacher_topk_logits.
+    As in NeMo-RL, logits are normalised over their S entries, so the teachers' tail is then empty. If there
+    are advantages, the loss includes the clipped policy gradient. Its ratio is 1 without prev_logprobs. Loss
+    and metrics are divided by global_valid_toks, so that NeMo-RL can sum them over micro-batches.
 
     Args:
         weights: alpha of each teacher, summing to 1.
-        settings: with temperatures of 1, because NeMo-RL divides the logits itself.
+        settings: its temperatures must be 1, because NeMo-RL divides the logits itself.
         inplace: overwrite the logits with their gradient. Do not use it with sequence packing.
     Raises:
         ImportError: NeMo-RL is missing or has an unsupported version.
@@ -86,8 +86,8 @@ class SmopdLossFn:
         """Return loss and metrics of a micro-batch.
 
         Args:
-            global_valid_toks: None: the number of trained tokens in this micro-batch.
-            logits: (B, T, V); positions beyond the data's T are ignored.
+            global_valid_toks: the divisor. None means the number of trained tokens in this micro-batch.
+            logits: (B, T, V). Positions beyond the data's T are ignored.
         """
         ids_BT = data["input_ids"]
         n_rows, length = ids_BT.shape
@@ -157,7 +157,7 @@ def language_model(seed: int) -> nn.Module:
 
 
 def topk_logits(teacher: nn.Module, data: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the same as a NeMo-RL policy's get_topk_logits."""
+    """Return what a NeMo-RL policy's `get_topk_logits` returns."""
     with torch.no_grad():
         values, indices = teacher(data["input_ids"]).topk(KAPPA, dim=-1)
     return {"topk_logits": values, "topk_indices": indices}

@@ -1,10 +1,10 @@
 """`python CLONE/examples/plan.py RECIPE --gpus 8`: estimate the memory of each run on each GPU.
 
 Reads model configs and loads no weights. Counts parameters, gradients, AdamW states, KV caches and vLLM
-engines (engine/vllm/memory.py). An update's activations and logits, and models of rewards, come on top: the
-free memory of the column `update` is what they can take. The estimates were not checked on a GPU.
+engines (engine/vllm/memory.py), but not an update's activations and logits, or models of rewards. They must
+fit into the memory that the column `update` leaves free. The estimates were not checked on a GPU.
 
-Exit status 0: every run fits; 1: a run does not fit; 2: invalid arguments.
+Exit status: 0 if every run fits, 1 if a run does not fit, 2 if arguments are invalid.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TABLE_WIDTH = 132  # characters, if the output is no terminal
 RUNNING = ("rollout", "teachers", "update")
 COLUMNS = ("start", *RUNNING)
 WIDTHS = {"float32": 4, "bfloat16": 2}
-FP32, ADAMW = 4, 8  # bytes per parameter: a master weight or a gradient; AdamW's two moments
+FP32, ADAMW = 4, 8  # bytes per parameter, for a master weight or a gradient, and for AdamW's moments
 DRAW = 4 + 8 + 8  # bytes per logit: log-probability, its exponential, cumulative sum
 
 
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def plan(options: Options, settings: Settings) -> dict[str, list[Need]]:
-    """Return the table lines of each run; raise Mistakes."""
+    """Return the table lines of each run. Raise Mistakes if a run is invalid."""
     from smopd.engine.errors import Failure
 
     found: dict[str, list[Need]] = {}
@@ -115,7 +115,7 @@ def totals(needs: Sequence[Need]) -> dict[str, int]:
 
 
 class Plan:
-    """Memory of one run on one GPU; raises UnusableInput or ValueError."""
+    """The memory of one run on one GPU. Raises UnusableInput or ValueError."""
 
     def __init__(self, recipe: Settings, name: str, options: Options):
         self.recipe, self.own, self.name, self.options = recipe, recipe.resolved(name), name, options
@@ -160,7 +160,7 @@ class Plan:
         ]
 
     def _local(self) -> Iterator[Need]:
-        """Count the engines that run in torch."""
+        """Yield the needs of the engines that run in torch."""
         rollout, teachers, numbers = self.own.rollout, self.own.teachers, self.student.numbers
         if rollout.engine == "local" and not rollout.urls:
             width, longest = WIDTHS[rollout.dtype], self.own.longest_sequence
@@ -180,7 +180,7 @@ class Plan:
             yield Need("teachers' weights", dict.fromkeys(RUNNING, weights), f"{len(held)} models")
 
     def _vllm(self, held: int) -> Iterator[Need]:
-        """Count this run's vLLM engines in the order of their creation; `held`: bytes of the student then."""
+        """Yield the needs of the vLLM engines, in the order of creation. `held`: bytes of the student."""
         rollout, teachers = self.own.rollout, self.own.teachers
         wanted: dict[tuple[str, ModelNumbers], tuple[Vllm, str]] = {}
         if rollout.engine == "vllm" and not rollout.urls:
@@ -213,7 +213,7 @@ class Plan:
         yield Need("teachers in turn", {"teachers": max(turns)}, "vLLM, one engine awake at a time")
 
     def _frozen(self) -> tuple[list[Sizes], list[Sizes]]:
-        """Return the sizes of the frozen models, LoRA teachers as their base, and of a separate reference."""
+        """Return the sizes of the teachers and of a separate reference. A LoRA teacher counts as its base."""
         from smopd.engine.weights.adapters import read_adapter
 
         own, runs = self.own, self.recipe.runs
@@ -230,12 +230,12 @@ class Plan:
         return list(held.values()), [self.student] if alone else []
 
     def _start(self, run: str) -> str:
-        """Return the name of the model that a run starts from; a merge is a model of its own."""
+        """Return the name of the model from which a run starts. A weight merge has its own name."""
         merged = weight_merge(self.recipe.resolved(run), run) is not None
         return f"{run}/start" if merged else self.recipe.runs[run].init
 
     def _find(self, model: str, setting: str) -> dict[str, Sizes]:
-        """Return the sizes of a model under a canonical name; nothing for a model at a URL."""
+        """Return a model's sizes under its canonical name, or {} for a model at a URL."""
         from smopd.engine.weights.adapters import same_place
 
         if is_url(model):
@@ -249,7 +249,7 @@ class Plan:
 
 @cache
 def _sizes(model: str, setting: str, kwargs: str | None = None) -> Sizes:
-    """Build the model of a path, hub id, or factory (if `kwargs` is given) on the meta device."""
+    """Return the sizes of a path, hub id, or factory (if `kwargs` is given), built on the meta device."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -297,5 +297,5 @@ def show(needs: Mapping[str, Sequence[Need]], options: Options) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, os.getcwd())  # for the recipe's functions, as the command smopd does
+    sys.path.insert(0, os.getcwd())  # to find the recipe's functions, as the command smopd does
     sys.exit(main())

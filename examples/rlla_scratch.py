@@ -34,7 +34,7 @@ def qwen_vocab_model(
 
     Args:
         tokenizer_file: see `qwen_tokenizer`.
-        sizes: see `qwen2_model`; max_positions defaults to 4096.
+        sizes: other arguments of `qwen2_model`. max_positions defaults to 4096.
     """
     tokenizer = qwen_tokenizer(tokenizer_file)
     return qwen2_model(seed, tokenizer, QWEN_VOCAB_SIZE, **{"max_positions": 4096, **sizes}), tokenizer

@@ -3,9 +3,9 @@
     python examples/train_preference_models.py --base Qwen/Qwen2.5-0.5B-Instruct --data PAIRS --steps 500
 
 PAIRS has PKU-SafeRLHF's columns: prompt, response_0, response_1, better_response_id (for the helpful model)
-and safer_response_id (for the harmless model; higher is better, so its sign is 1). Prompts of the evaluation
-sets are excluded. TRL's RewardTrainer trains both models, which then score held-out pairs. Needs `pip install
-trl`; runs on a CPU with a small base.
+and safer_response_id (for the harmless model). A higher score is better in both models, so their sign is 1.
+Prompts of the evaluation sets are excluded. TRL's RewardTrainer trains both models, which then score held-out
+pairs. Needs `pip install trl`. A CPU is enough for a small base.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ CHOICES = {"helpful": "better_response_id", "harmless": "safer_response_id"}
 
 @dataclass(frozen=True)
 class Training:
-    """Training options."""
-
     base: str
     """A causal language model with a chat template: a folder or hub id."""
     data: str
@@ -56,12 +54,12 @@ class Training:
 
 
 class Pair(NamedTuple):
-    """A prompt with two responses. `better` is the index of the preferred one."""
+    """A prompt with two responses."""
 
     prompt: tuple[dict[str, str], ...]
     responses: tuple[str, str]
     better: dict[str, int]
-    """By model."""
+    """Model -> index of the preferred response."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -120,7 +118,7 @@ def without_evaluation(pairs: Sequence[Pair], sources: Iterable[str]) -> list[Pa
 
 
 def split(pairs: Sequence[Pair], held_out: int) -> tuple[list[Pair], list[Pair]]:
-    """Return the training pairs and at least `held_out` others. They share no prompt.
+    """Return the training pairs, and at least `held_out` held-out pairs with other prompts.
 
     Raises:
         ValueError: no training pair remains.
@@ -129,7 +127,7 @@ def split(pairs: Sequence[Pair], held_out: int) -> tuple[list[Pair], list[Pair]]
     held: set[tuple[str, ...]] = set()
     n = 0
     while n < held_out and counts:
-        prompt, found = counts.popitem()  # of the prompts that are left, the one met last
+        prompt, found = counts.popitem()  # of the remaining prompts, the one found last
         held.add(prompt)
         n += found
     if held_out < 0 or not counts:
@@ -139,11 +137,11 @@ def split(pairs: Sequence[Pair], held_out: int) -> tuple[list[Pair], list[Pair]]
 
 
 def prepared_tokenizer(options: Training) -> PreTrainedTokenizerBase:
-    """Load the base's tokenizer with a pad token that does not end chats, because scores are read before it.
+    """Load the base's tokenizer. Its pad token must not end chats, because scores are read before padding.
 
     Raises:
-        ValueError, FileNotFoundError: there is no such token, or the base has fewer positions than
-        --max-tokens.
+        ValueError, FileNotFoundError: the base has no tokenizer, no chat template, no such pad token, or
+        fewer positions than --max-tokens.
     """
     from smopd.engine.models.loading import describe, load_tokenizer
 
@@ -173,7 +171,7 @@ def train(name: str, pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase, 
     from trl import RewardConfig, RewardTrainer
 
     cuda = torch.cuda.is_available()
-    set_seed(options.seed)  # of the new head
+    set_seed(options.seed)  # for the new head
     model = AutoModelForSequenceClassification.from_pretrained(
         str(Path(options.base).expanduser()) if options.base.startswith("~") else options.base,
         num_labels=1,
@@ -207,7 +205,6 @@ def train(name: str, pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase, 
 
 
 def preference(name: str, pair: Pair) -> dict[str, Any]:
-    """Convert a pair to the trainer's row."""
     better = pair.better[name]
     chosen, rejected = pair.responses[better], pair.responses[1 - better]
     return {

@@ -4,7 +4,7 @@
     python examples/trl_two_teachers.py grpo
     PYTHONPATH=. python examples/trl_two_teachers.py measure     # time loss and gradient
 
-For your own model, pass paths: model="Qwen/Qwen2.5-1.5B-Instruct", teacher_models=["…", "…"].
+For your own models, pass paths: model="Qwen/Qwen2.5-1.5B-Instruct", teacher_models=["…", "…"].
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@
 # %% [markdown]
 # # Tutorial
 #
-# Two rewards, two teachers and one student, in about five minutes on two cores. `make tutorial` runs this
-# page as a notebook. You need a clone, and `pip install '.[train,study]'`.
+# This page trains two teachers and one student on two rewards, in about five minutes on two cores.
+# `make tutorial` runs the page as a notebook. You need a clone, and `pip install '.[train,study]'`.
 
 # %%
 import json
@@ -39,9 +39,9 @@ torch.manual_seed(0)
 # %% [markdown]
 # ## Who decides the gradient?
 #
-# GDPO normalizes each reward in its group of responses. A group whose responses all earn the same adds
-# nothing. So a reward that is rarely earned has little say, whatever its weight. Here is its share of the
-# advantages, by how often it is earned.
+# GDPO normalizes each reward within a group of responses. If all responses of a group earn the same, the
+# reward adds nothing to their advantages. So a rarely earned reward has little influence, whatever its
+# weight. The plot shows its share of the advantages against the share of responses that earn it.
 
 # %%
 rates = [0.5, 0.1, 0.03, 0.01, 0.003, 0.001]
@@ -63,8 +63,8 @@ plt.show()
 # %% [markdown]
 # ## Train
 #
-# One teacher per reward, then both kinds of merge. The quickstart's recipe has the prompts, the rewards
-# and a tiny model.
+# The next cell trains one teacher per reward, then both kinds of merge. The prompts, the rewards and a tiny
+# model come from the quickstart's recipe.
 
 
 # %%
@@ -82,8 +82,8 @@ json.loads((out / "results.json").read_text())
 # %% [markdown]
 # ## Both rewards at once
 #
-# Each teacher moves along one axis. The published student ends between them. The merge of weights starts
-# where both have arrived. `runs/tutorial/report.html` has this picture too.
+# Each teacher moves along one axis. The published student (`smopd_paper`) ends between the teachers. The
+# merge of weights (`smopd`) starts with the gains of both. `runs/tutorial/report.html` also has this plot.
 
 
 # %%
@@ -107,8 +107,8 @@ plt.show()
 # %% [markdown]
 # ## Which teacher wanted each token?
 #
-# `tokens.jsonl` has the log-ratio of every teacher to the mean of the teachers. These are the tokens that
-# the format teacher favors.
+# For every token, `tokens.jsonl` has each teacher's log-ratio to the mean of the teachers. The next cell
+# prints the tokens that the format teacher favors.
 
 # %%
 view = json.loads((out / "smopd" / "tokens.jsonl").read_text().splitlines()[-1])
@@ -121,7 +121,7 @@ for token in view["tokens"]:
 # %% [markdown]
 # ## Change one weight
 #
-# A format teacher that also listens to accuracy a little more.
+# Train a format teacher with a larger weight on accuracy.
 
 # %%
 heavier = Path("runs/tutorial_weights")
@@ -135,7 +135,7 @@ for folder in (out, heavier):
 # %% [markdown]
 # ## Your own reward
 #
-# A reward gets texts and returns one number for each. Try it on rows before you train.
+# A reward is a function of texts that returns one number for each text. Try it on rows before you train.
 
 
 # %%
@@ -147,11 +147,11 @@ rows = [json.loads(line) for line in (out / "smopd" / "responses.jsonl").read_te
 brevity([row["prompt"] for row in rows], [row["response"] for row in rows])
 
 # %% [markdown]
-# In a recipe: `- {name: brevity, function: "my_rewards:brevity", weight: 0.2, range: [0, 1]}`.
+# In a recipe, write `- {name: brevity, function: "my_rewards:brevity", weight: 0.2, range: [0, 1]}`.
 #
 # ## The fused loss against eager PyTorch
 #
-# `topk_forward_kl` needs one pass over the logits and no log-softmax of the whole vocabulary.
+# `topk_forward_kl` reads the logits once and needs no log-softmax of the whole vocabulary.
 
 # %%
 N, V, kappa = 64, 32_000, 16

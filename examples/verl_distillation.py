@@ -1,11 +1,11 @@
-"""SMOPD's mixture in verl's distillation, on a CPU: two teachers, one tiny student, a few updates.
+"""SMOPD's mixture in verl's distillation: two teachers and one tiny student on a CPU.
 
     python examples/verl_distillation.py [--steps 20]
     PYTHONPATH=. python examples/verl_distillation.py --measure [--tokens 512 --vocabulary 151936 --topk 32]
 
-Follows verl's trainer without its Ray cluster: the teacher manager queries both teachers for each response
-and mixes their top-k, the logits processor computes each token's forward KL, and the loss sums them.
---measure compares time and memory of verl's top-k loss and SMOPD's.
+Follows verl's trainer without its Ray cluster. The teacher manager queries both teachers for each response
+and mixes their top-k. The logits processor computes each token's forward KL, and the loss is the mean KL.
+--measure compares the time and memory of verl's top-k loss and SMOPD's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def language_model(seed: int) -> nn.Module:
 
 
 class Teacher:
-    """A teacher server: returns the top log-probabilities at every position of a sequence."""
+    """A teacher server that returns the top log-probabilities at every position of a sequence."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -109,7 +109,7 @@ def train(steps: int) -> None:
 
 
 def losses_of(n_tokens: int, vocabulary: int, topk: int) -> tuple[Tensor, dict[str, Callable[[], Tensor]]]:
-    """Return logits (1, n_tokens, vocabulary) and their losses, (1, n_tokens) each, on the same target."""
+    """Return logits (1, n_tokens, vocabulary), and verl's and our loss on one target, (1, n_tokens) each."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(1, n_tokens, vocabulary, generator=generator).requires_grad_()
     first = torch.randint(vocabulary, (n_tokens, 1), generator=generator)

@@ -1,10 +1,11 @@
-"""Time training steps of a model of 0.5B random parameters in the library's own loop and in TRL's trainers.
+"""Time training steps of a model with 0.5B random parameters in our own loop and in TRL's trainers.
 
     python -m bench.gpu.step --output FILE [--tiny] [--device cpu]
 
-A row each for merges that decode in place (CUDA graphs), in place with compiled layers, by the plain loop,
-for a step without teachers; and for TRL's GRPOTrainer, without teachers, and ours on it with two teachers:
-seconds of the last step, after warm-up, per phase where known. If a variant fails, its row has the error.
+Each variant has one row, with the seconds of the last step after warm-up, and of its phases where known. Four
+variants use our loop: merges that decode in place (CUDA graphs), in place with compiled layers, or by the
+plain loop, and a step without teachers. Two use TRL: its GRPOTrainer without teachers, and our trainer based
+on it with two teachers. If a variant fails, its row has the error.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def new_model(sizes: Sizes, seed: int, dtype: torch.dtype, device: torch.device)
 
 
 def random_prompts(sizes: Sizes, n: int) -> list[list[int]]:
-    """Return ids of n prompts of several lengths."""
+    """Return the token ids of n prompts of several lengths."""
     generator = torch.Generator().manual_seed(1)
     lengths = [sizes.prompt - i % (sizes.prompt // 4) for i in range(n)]
     return [
@@ -124,7 +125,7 @@ def step_settings(sizes: Sizes, compiled: bool, taught: bool) -> Settings:
 
 
 class Numbers:
-    """A tokenizer that decodes ids as numbers."""
+    """A tokenizer that decodes ids to numbers."""
 
     def decode(self, ids: Any) -> str:
         return " ".join(map(str, ids))
@@ -141,7 +142,7 @@ class IdRewards:
 def last_step(
     sizes: Sizes, device: torch.device, decoding: str, compiled: bool, taught: bool
 ) -> dict[str, Any]:
-    """Run a merge with two teachers, or a run without, and return its last line of metrics."""
+    """Run a merge with two teachers, or a run without teachers. Return the last line of its metrics."""
     settings, half = step_settings(sizes, compiled, taught), torch.bfloat16
     ids = random_prompts(sizes, STEPS * sizes.prompts)
     prompts = tuple(Prompt(i, "", tuple(each), {}) for i, each in enumerate(ids))
@@ -194,7 +195,7 @@ def now(device: torch.device) -> float:
 
 
 def trl_step(sizes: Sizes, device: torch.device, taught: bool) -> dict[str, Any]:
-    """Return seconds and memory of TRL's last step, of its GRPOTrainer or, with teachers, of ours on it."""
+    """Run TRL's GRPOTrainer, or if `taught`, SMOPDGRPOTrainer. Return the last step's seconds and memory."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -239,7 +240,7 @@ def trl_step(sizes: Sizes, device: torch.device, taught: bool) -> dict[str, Any]
         else:
             trainer = GRPOTrainer(student, [even, thirds], args, **given)
         trainer.train()
-    line = trainer.state.log_history[-2]  # the last is of the whole training
+    line = trainer.state.log_history[-2]  # the last entry is for the whole training
     row = {"seconds/step": clock.seconds, "grad_norm": line["grad_norm"]}
     row["tokens"] = line["completions/mean_length"] * sizes.prompts * GROUP
     if device.type == "cuda":

@@ -1,7 +1,7 @@
 """Comparison of results with float64. NaN and unwritten memory never pass.
 
-Our own results must meet the bounds of the operations' tests. Eager forms and other libraries round more (a
-log-softmax in bf16 is off by 0.01 nats) and fail only if they compute something else.
+Our results must be within the bounds of the operations' tests. Eager forms and other libraries round more: a
+log-softmax in bf16 is off by 0.01 nats. They fail only if they compute something else.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from torch import Tensor
 
 from bench.harness.types import Expected, Outputs, Provider
 
-LOGP = 2e-5  # nats, of log-probabilities and losses
-CANCELLATION = 2.0**-20  # times the terms of which a gradient is the difference
+LOGP = 2e-5  # bound of log-probabilities and losses, in nats
+CANCELLATION = 2.0**-20  # bound of a gradient, relative to the terms whose difference it is
 ULPS = {torch.float32: 4, torch.bfloat16: 1, torch.float16: 1}
-LINEAR_NORM = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # after a GEMM
-WORST_ROW = 16.0  # bound of a row's error relative to the mean row, times the bound in norm
-ROWS_UP_TO = 1e-3  # larger bounds in norm do not apply to single rows: a 16-bit head rounds its logits
-REFERENCE_SLACK = 4.0  # times the bounds, for plain fp32 torch
-OTHERS_NORM = 0.5  # for eager forms and other libraries; a log-softmax in bf16 was off by 0.2
-OTHERS_SCALAR = 0.02  # absolute, for a single number near 0
+LINEAR_NORM = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # bound in norm after a GEMM
+WORST_ROW = 16.0  # a row may be off by this many times the bound in norm, relative to the mean row
+ROWS_UP_TO = 1e-3  # larger bounds in norm do not apply to one row, because a 16-bit head rounds its logits
+REFERENCE_SLACK = 4.0  # factor of the bounds for the reference, plain fp32 torch
+OTHERS_NORM = 0.5  # bound in norm of eager forms and other libraries. A log-softmax in bf16 was off by 0.2
+OTHERS_SCALAR = 0.02  # added to this bound for a single number, which may be near 0
 
 
 def judge(provider: Provider, outputs: Outputs, truth: dict[str, Expected]) -> tuple[str | None, dict, float]:
-    """Return the fault or None, the largest error of each output, and the largest error / bound."""
+    """Return the fault (or None), the largest error of each output, and the largest ratio error / bound."""
     known = [name for name in outputs if name in truth]
     if not known:
         return f"gives {sorted(outputs)}, expected some of {sorted(truth)}", {}, 0.0
@@ -43,7 +43,7 @@ def judge(provider: Provider, outputs: Outputs, truth: dict[str, Expected]) -> t
         elif got.numel():
             errors[name], share = _distance(got, value, expected, provider)
             worst = max(worst, share)
-            if not share <= 1.0:  # NaN too
+            if not share <= 1.0:  # also for NaN
                 fault = fault or f"{name} is off by {errors[name]:.3g}, {share:.3g} times its bound"
     return fault, errors, worst
 
@@ -57,8 +57,8 @@ def _aligned(got: Tensor, expected: Expected) -> tuple[Tensor, Tensor]:
 
 
 def _distance(got: Tensor, value: Tensor, expected: Expected, provider: Provider) -> tuple[float, float]:
-    """Return the largest error (relative to the norm for a bound in norm) and its share of the bound."""
-    difference = torch.where(got == value, 0.0, (got - value).abs())  # infinities that agree are no error
+    """Return the largest error (relative to the norm if the bound is, too) and its ratio to the bound."""
+    difference = torch.where(got == value, 0.0, (got - value).abs())  # equal infinities are no error
     size = float(value.norm().clamp(min=1e-30))
     if provider.kind != "ours":
         allowed = OTHERS_NORM * size + (OTHERS_SCALAR if got.ndim == 0 else 0.0)
@@ -76,9 +76,9 @@ def _distance(got: Tensor, value: Tensor, expected: Expected, provider: Provider
 
 
 def clear_places(values_NP: Tensor, kappa: int) -> Tensor:
-    """Return (N, kappa): whether a value differs from its neighbors by more than rounding.
+    """Return whether each value differs from its neighbors by more than rounding, as (N, kappa) bools.
 
-    values_NP: the descending float64 values of each row, preferably one more than kappa.
+    values_NP: each row's float64 values in descending order, preferably kappa + 1 of them.
     """
     apart = values_NP[:, :-1] - values_NP[:, 1:] > 2 * LOGP
     sure = torch.ones_like(values_NP, dtype=torch.bool)
@@ -95,13 +95,13 @@ def ulp(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def gradient_bound(gradient: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
-    """Return the bound of |g - g64|. scale: w (p_v + sum q_v + |c_pg|), the size of the terms of g."""
+    """Return the bound of |g - g64|. `scale` is the size of the terms of g, w (p_v + sum q_v + |c_pg|)."""
     return ULPS[dtype] * ulp(gradient, dtype) + CANCELLATION * scale
 
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fill new memory with NaN or the largest integer, to reveal what is not written."""
+    """Fill new memory with NaN or the largest integer, to reveal results that are not written."""
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("warn")  # the only mode in which torch fills new memory
     try:

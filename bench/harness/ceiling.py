@@ -1,6 +1,6 @@
 """Hardware limits measured by library calls: reads, copies, matrix products.
 
-They are timed in turn with every provider. Bytes are counted as in STREAM: each read and write once.
+They are timed in turn with every provider. As in STREAM, each byte read and each byte written counts once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from bench.harness.types import Ceiling
 
 
 def read(logits: Tensor) -> Ceiling:
-    """Read every byte once; 16-bit values are read in pairs, so the sum is meaningless."""
+    """Read every byte once. 16-bit values are read in pairs as fp32, so their sum is meaningless."""
     flat = logits.flatten()
     words = flat if flat.element_size() == 4 or flat.numel() % 2 else flat.view(torch.float32)
     return Ceiling(name="read", run=lambda: words.sum(), bytes=_bytes(logits))
@@ -31,7 +31,7 @@ def gemm(hidden_ND: Tensor, weight_VD: Tensor) -> Ceiling:
 
 
 def three_gemms(hidden_ND: Tensor, weight_VD: Tensor) -> Ceiling:
-    """Compute the head and its two gradients with (N, V) in memory."""
+    """Compute the logits of the head and its two gradients, with (N, V) in memory."""
 
     def run() -> tuple[Tensor, Tensor]:
         logits_NV = hidden_ND @ weight_VD.T

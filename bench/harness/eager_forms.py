@@ -1,4 +1,4 @@
-"""The operations in the plain PyTorch that users write today, also used for torch.compile."""
+"""The operations as users write them in plain PyTorch today. torch.compile is applied to the same code."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def topk_of_logits(logits_NV: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
 
 
 def pooled(ids_NMS: Tensor, logps_NMS: Tensor, log_alpha: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
-    """Concatenate and cut."""
+    """Concatenate the candidates of all teachers, and keep the top kappa."""
     top = (logps_NMS + log_alpha[:, None]).flatten(1).topk(kappa, dim=-1)
     return ids_NMS.flatten(1).gather(-1, top.indices), top.values
 
 
 def merged(ids_NMS: Tensor, logps_NMS: Tensor, log_alpha: Tensor, kappa: int) -> tuple[Tensor, Tensor]:
-    """Compare every pair of candidates, join equal ids, and cut."""
+    """Compare every pair of candidates, join equal ids, and keep the top kappa."""
     pool = (logps_NMS + log_alpha[:, None]).flatten(1)
     ids = ids_NMS.flatten(1)
     same = ids[:, :, None] == ids[:, None, :]
@@ -39,7 +39,7 @@ def target_of(tokens: LossTokens, settings: LossSettings) -> tuple[Tensor, Tenso
 
 
 def forward_kl(logq_NV: Tensor, ids_NS: Tensor, logps_NS: Tensor, tail: bool) -> Tensor:
-    """Return (N,) for a target of distinct ids."""
+    """Return the forward KL, (N,), to a target of distinct ids."""
     at_NS = logq_NV.gather(-1, ids_NS.long()).float()
     kl_N = (logps_NS.exp() * (logps_NS - at_NS)).sum(-1)
     if tail:
@@ -71,7 +71,7 @@ def surrogate(logp_N: Tensor, tokens: LossTokens, settings: LossSettings) -> Ten
 
 
 def gdpo_stacked(rewards_RK: Tensor, group_size: int, weights_K: Tensor, norm_eps: float) -> Tensor:
-    """Compute advantages of adjacent groups of one size as a (B, G, K) view."""
+    """Compute advantages for adjacent groups of equal size, with a (B, G, K) view of the rewards."""
     rewards_BGK = rewards_RK.view(-1, group_size, rewards_RK.shape[1])
     centred_BGK = rewards_BGK - rewards_BGK.mean(1, keepdim=True)
     advantages_BGK = centred_BGK / (rewards_BGK.std(1, keepdim=True) + norm_eps)

@@ -1,4 +1,4 @@
-"""Inputs like those of a training step: a peaked student, similar teachers, tokens sampled from them."""
+"""Inputs like those of a training step: a peaked student, similar teachers, and tokens that they favor."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from smopd.ops import LossSettings, LossTokens
 
 SPREAD = 4.0  # standard deviation of the logits
 TEACHER_NOISE = 0.5  # standard deviation of the teachers' logits from the student's
-OLD_NOISE = 0.1  # standard deviation of the old log-probabilities: some ratios are clipped
+OLD_NOISE = 0.1  # standard deviation of the old log-probabilities' noise, so that some ratios are clipped
 CHUNK_ELEMENTS = 1 << 24
-# (N, V) of Llama 2, GPT-2 (padded), Llama 3 and Gemma 3, with half the tokens so that fp32 copies fit
+# (N, V) of Llama 2, GPT-2 (padded), Llama 3 and Gemma 3. The last has half the N, so that fp32 copies fit.
 VOCABULARIES = ((8192, 32_000), (8192, 50_304), (8192, 128_256), (4096, 262_144))
-PIECE_ELEMENTS = 1 << 22  # of a head, converted to float64 at a time
+PIECE_ELEMENTS = 1 << 22  # of a head, to convert to float64 at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Scenario:
         return replace(self, tokens=tokens, settings=replace(self.settings, entropy_coef=0.0))
 
     def leaves(self) -> dict[str, Tensor]:
-        """Return what gradients are taken of, by name: logits, or hidden and weight."""
+        """Return the tensors that need gradients, by name: logits, or hidden and weight."""
         given = {"logits": self.logits_NV, "hidden": self.hidden_ND, "weight": self.weight_VD}
         return {name: value.detach().requires_grad_() for name, value in given.items() if value is not None}
 
@@ -52,7 +52,7 @@ class Scenario:
 
 
 def head_logits(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
-    """Compute logits in float64; round them to 16 bits for a 16-bit head."""
+    """Compute logits in float64. If the head has 16 bits, round them to 16 bits."""
     wide_ND = hidden_ND.double()
     products_NV = torch.cat([wide_ND @ piece.double().T for piece in pieces(weight_VD)], -1)
     return products_NV if hidden_ND.dtype == torch.float32 else products_NV.to(hidden_ND.dtype).double()
@@ -67,7 +67,7 @@ def random_logits(case: Case, device: str) -> Tensor:
 
 
 def random_head(case: Case, device: str) -> tuple[Tensor, Tensor]:
-    """Return (N, D) hidden states and (V, D) weights whose logits have SPREAD."""
+    """Return (N, D) hidden states and (V, D) weights whose logits have the deviation SPREAD."""
     hidden_ND = torch.randn(case.N, case.D, dtype=case.torch_dtype, device=device)
     weight_VD = torch.randn(case.V, case.D, dtype=case.torch_dtype, device=device)
     return hidden_ND, weight_VD * (SPREAD / math.sqrt(case.D))

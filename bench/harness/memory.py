@@ -1,7 +1,7 @@
 """Peak memory of a call, including its results.
 
-On a GPU the allocator counts. On Linux the kernel does: reset the high-water mark of resident memory
-(/proc/self/clear_refs), make the call, read the mark. The heap is trimmed before.
+On a GPU, torch's allocator measures it. On a CPU, Linux does: the heap is trimmed, the high-water mark of
+resident memory is reset (/proc/self/clear_refs), and the mark is read after the call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PROC = Path("/proc/self")
 
 
 def peak_bytes(call: Callable[[], Any], device: str) -> int | None:
-    """Return the peak, or None if it cannot be measured. Warm up `call` before."""
+    """Return how many bytes `call` adds at its peak, or None if unknown. Warm up `call` first."""
     if device != "cpu":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -19,7 +19,7 @@ TAIL_FLOOR = 2.0**-20  # a smaller tail of the teachers counts as 0
 class Terms:
     """The terms of smopd_loss and their weighted sum, (n,) each and differentiable in the logits.
 
-    slope: magnitude of the surrogate's slope. q_dense: (n, V) masses of the target.
+    slope: magnitude of the surrogate's slope in logp. q_dense: (n, V) masses of the target.
     """
 
     logp: Tensor
@@ -35,7 +35,7 @@ class Terms:
 
 
 def mixture(ids: Tensor, logps: Tensor, log_alpha: Tensor, kappa: int, merge: bool) -> tuple[Tensor, Tensor]:
-    """Return (n, kappa) ids and descending log-probabilities; merge: join equal ids first."""
+    """Return (n, kappa) ids and descending log-probabilities. If `merge`, join equal ids first."""
     pool = (logps.double() + log_alpha.double().expand(ids.shape[:2])[..., None]).flatten(1)
     ids = ids.flatten(1).long()
     if merge:

@@ -1,4 +1,4 @@
-"""Functions of other libraries, called as their users call them; libraries are imported at the first call."""
+"""Functions of other libraries, called as users call them. A library is imported at the first call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LABEL_NOTE = "cross entropy of the tokens alone"
 
 
 def liger_grpo_input(scenario: Scenario) -> tuple[Scenario, Tensor]:
-    """Return (1, N + 1, V) logits: the kernel expects an extra position and overwrites its input."""
+    """Return (1, N + 1, V) logits, because the kernel expects an extra position and overwrites its input."""
     (leaf_NV,) = scenario.leaves().values()
     return scenario, torch.nn.functional.pad(leaf_NV, (0, 0, 0, 1))[None]
 
@@ -31,7 +31,7 @@ def liger_grpo(prepared: tuple[Scenario, Tensor]) -> Outputs:
         tokens.old_logp_N[None],
         None,
         tokens.token_ids_N[None],
-        torch.ones_like(tokens.adv_N[:1]),  # the same for all
+        torch.ones_like(tokens.adv_N[:1]),  # an advantage of 1 for all tokens
         temperature=settings.temperature,
         beta=0.0,
         eps_low=settings.clip_low,

@@ -1,4 +1,4 @@
-"""Rows as JSON lines with machine and versions, and as a Markdown table."""
+"""Rows of benchmarks, as JSON lines with machine and versions, and as a Markdown table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 HEADER = ("operation and case", "provider", "ms", "p20 to p80", "x eager", "of ceiling", "MiB", "error")
-"""error: the largest except for gradients, in nats or, for a linear head, relative to the norm."""
+"""error: the largest error without gradients, in nats. For a linear head, it is relative to the norm."""
 
 
 @functools.cache
@@ -53,7 +53,7 @@ def device_name(device: str) -> str:
 
 
 def commit() -> str | None:
-    """Return the checkout's commit, "-dirty" if tracked files differ, or SMOPD_COMMIT."""
+    """Return SMOPD_COMMIT, or else the checkout's commit, with "-dirty" if tracked files differ."""
     described = ("git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
     return os.environ.get("SMOPD_COMMIT") or _output(*described)
 
@@ -67,7 +67,7 @@ def _output(*command: str) -> str | None:
 
 
 def teller(device: str, file: IO[str] | None = None) -> Callable[[dict], None]:
-    """Return a function that prints a row with its surroundings and appends it to file."""
+    """Return a function that prints a row with its surroundings, and appends it to `file` if given."""
 
     def tell(row: dict) -> None:
         line = json.dumps(row | surroundings(device))
@@ -79,7 +79,7 @@ def teller(device: str, file: IO[str] | None = None) -> Callable[[dict], None]:
 
 
 def rows_of(path: Path) -> list[dict]:
-    """Read the rows of a file; ValueError for a line that is not a row."""
+    """Read the rows of a file. Raise ValueError if a line is not a row."""
     rows = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
@@ -90,7 +90,7 @@ def rows_of(path: Path) -> list[dict]:
 
 
 def table(rows: Sequence[dict]) -> Iterator[str]:
-    """Yield the lines of a table, the machines first."""
+    """Yield a line with the machines, then the lines of a table."""
     keys = ("device", "threads", "torch", "triton", "driver", "python", "commit")
     places = dict.fromkeys(", ".join(f"{key} {row.get(key)}" for key in keys if row.get(key)) for row in rows)
     yield f"Measured with {'; '.join(places)}.\n"
@@ -111,7 +111,7 @@ def _cells(row: dict, eager: float | None) -> tuple[str, ...]:
         if word in row:
             return (*head, f"{word.replace('_', ' ')}: {row[word]}", *[""] * (len(HEADER) - 3))
     share = row.get("of_ceiling")
-    times = row.get("times_eager")  # of older rows
+    times = row.get("times_eager")  # only older rows have it
     if times is None and share and eager:  # each relative to its ceiling, so that the machine's load cancels
         times = share / eager
     errors = [error for name, error in row.get("errors", {}).items() if not name.startswith("d")]

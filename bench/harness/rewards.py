@@ -1,4 +1,4 @@
-"""Rewards for the ids of random models, in bench/training_step.yaml and bench/gpu/step.py."""
+"""Rewards of token ids for random models, used by bench/training_step.yaml and bench/gpu/step.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A provider on a case: check its result against float64, then measure memory and time.
+"""Run a provider on a case: check its result against float64, then measure memory and time.
 
-A wrong result is not timed; its row says what is wrong.
+A wrong result is not timed. Its row says what is wrong.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bench.harness.types import Benchmark, Case, Ceiling, Expected, Provider
 
 GRAPH_BELOW_S = 1e-3  # launch gaps do not matter in longer calls
 ENV = "SMOPD_BACKEND"
-CANNOT = "cannot serve this call"  # in the error of a backend without a kernel for the call
+CANNOT = "cannot serve this call"  # text in the error of a backend that has no kernel for the call
 P20, P80 = 0.2, 0.8
 CPU_FLUSH_BYTES = 64 << 20
 MIN_ROUNDS, MAX_ROUNDS = 3, 100
@@ -32,10 +32,9 @@ HEAD_START_CYCLES = 10_000_000  # about five milliseconds, in which the host enq
 
 
 class Clock:
-    """The total time of calls made through it, as a timer for pytest-benchmark.
+    """A timer for pytest-benchmark that advances only by the time of calls made through `time`.
 
-    Libraries cannot prepare new inputs before each call outside the measured time, which in-place operations
-    need.
+    So the measured times exclude the flush of the cache before each call.
     """
 
     def __init__(self, device: str) -> None:
@@ -53,7 +52,7 @@ class Clock:
         return self.seconds
 
     def time(self, call: Callable[[], Any]) -> float:
-        """Return the seconds of a call after reading a buffer larger than the last cache."""
+        """Flush the cache by reading a large buffer, then time a call. Return its seconds."""
         self._buffer.sum()
         if self._buffer.is_cuda:
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -73,7 +72,7 @@ class Clock:
 
 @contextmanager
 def forced(backend: str) -> Iterator[None]:
-    """Force a backend; "" is the default choice."""
+    """Force a backend. "" means the default choice."""
     before = os.environ.get(ENV, "")
     os.environ[ENV] = backend
     try:
@@ -84,7 +83,7 @@ def forced(backend: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Setting:
-    """A case on a device with what its providers share."""
+    """A case on a device, with the inputs, truth and ceiling that its providers share."""
 
     name: str
     benchmark: Benchmark
@@ -114,7 +113,7 @@ class Setting:
 
 
 def checked(setting: Setting, provider: Provider) -> dict:
-    """Return a provider's row with errors and memory, or why it is `refused` or `left_out`."""
+    """Return a provider's row with its errors and memory, or with why it is `refused` or `left_out`."""
     row = setting.head(provider)
     if provider.module and importlib.util.find_spec(provider.module) is None:
         return row | {"left_out": f"{provider.module} is not installed"}
@@ -146,9 +145,9 @@ def checked(setting: Setting, provider: Provider) -> dict:
 
 
 def timed(setting: Setting, provider: Provider, clock: Clock, seconds: float, pedantic: Callable) -> dict:
-    """Time a provider for about `seconds`, at least MIN_ROUNDS rounds, in turn with the ceiling.
+    """Time a provider in turn with the ceiling, for about `seconds` and at least MIN_ROUNDS rounds.
 
-    pedantic: the method of pytest-benchmark's fixture with clock.read as timer; returns the sorted times.
+    pedantic: the method of pytest-benchmark's fixture, with clock.read as timer. It returns sorted times.
     """
     ceilings: list[float] = []
 
@@ -190,7 +189,7 @@ def _graph(setting: Setting, provider: Provider) -> dict:
     try:
         ms = do_bench_cudagraph(lambda: provider.run(prepared), return_mode="median")
         return {"graph_ms": _digits(ms)}
-    except Exception as error:  # whatever a capture that fails raises
+    except Exception as error:  # a failed capture may raise anything
         torch.cuda.synchronize()
         return {"graph_ms": None, "no_graph": str(error).splitlines()[0][:120]}
 

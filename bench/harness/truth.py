@@ -1,4 +1,4 @@
-"""True results of the loss benchmarks, in float64 from the rounded inputs, a chunk of n rows at a time."""
+"""True results of the loss benchmarks, computed in float64 from the rounded inputs, n rows at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.harness.inputs import CHUNK_ELEMENTS, Scenario, chunks, pieces
 from bench.harness.objective import exact
 from bench.harness.types import Expected
 
-CHECKED_ELEMENTS = 1 << 26  # of the rows that are compared element by element
+CHECKED_ELEMENTS = 1 << 26  # limit for the rows that are compared element by element
 LEAST_ROWS = 8
 TERMS = ("logp", "entropy", "kl", "surrogate")
 
@@ -30,7 +30,7 @@ def in_chunks(rows: Tensor, width: int) -> tuple[Tensor, ...]:
 
 
 def loss_truth(scenario: Scenario) -> dict[str, Expected]:
-    """Return all terms, the loss, the gradients of checked rows and of the weight times the probe."""
+    """Return all terms, the loss, gradients of checked rows, and the probe times the weight's gradient."""
     case, tokens, weight_VD = scenario.case, scenario.tokens, scenario.weight_VD
     checked = checked_rows(case.N, case.V, str(tokens.adv_N.device))
     columns: dict[str, list[Tensor]] = defaultdict(list)

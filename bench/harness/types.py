@@ -18,7 +18,7 @@ SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Sizes of a run; unused ones are 0."""
+    """Sizes of a run. Unused sizes are 0."""
 
     N: int
     V: int = 0
@@ -29,8 +29,8 @@ class Case:
     kappa: int = 0
     dtype: str = "float32"
     flags: tuple[str, ...] = ()
-    repeats: int | None = None  # a fixed number if a call takes long
-    main: bool = False  # include the providers with main_only
+    repeats: int | None = None  # a fixed number for slow calls
+    main: bool = False  # also run the providers with main_only
 
     @property
     def label(self) -> str:
@@ -45,13 +45,13 @@ class Case:
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """A true result in float64 and the bound for ours.
+    """A true result in float64, and the bound of the error of our results.
 
     Attributes:
-        value: the truth for the rows `rows` (None: all).
-        bound: of the absolute difference; norm=True: of the norm of the difference over the norm of value.
+        value: the true values of the rows `rows` (None: all rows).
+        bound: limit of the absolute error. With norm=True, limit of the error's norm relative to value's.
         of: function to apply to the provider's tensor first.
-        exact: mask of where our own providers must be equal; others are not compared.
+        exact: mask of places where our results must equal value. Other providers are not compared.
     """
 
     value: Tensor
@@ -67,13 +67,13 @@ class Provider:
     """An implementation of the operation.
 
     Attributes:
-        run: the timed call, from the inputs or the result of prepare to named tensors.
+        run: the timed call. It maps the inputs, or the result of prepare, to named tensors.
         kind: eager (what users have today), compile, ours, peer.
-        prepare: called before every call, not timed.
-        backend: SMOPD_BACKEND during the call.
-        module: required import.
+        prepare: called before every run, and not timed.
+        backend: value of SMOPD_BACKEND during the call.
+        module: the module that must be installed.
         note: what it computes, if not the whole operation.
-        main_only: skip all but the main cases.
+        main_only: run only the main cases.
     """
 
     name: str
@@ -94,7 +94,7 @@ def ours(
     prepare: Callable[[Any], Any] | None = None,
     backends: Iterable[str] = BACKEND_DEVICES,
 ) -> tuple[Provider, ...]:
-    """Return the public operation on each backend."""
+    """Return a provider of the public operation for each backend."""
     return tuple(
         Provider(
             name=f"{backend} {variant}".strip(),
@@ -109,7 +109,7 @@ def ours(
 
 
 def peer(name: str, run: Callable[[Any], Outputs], module: str, note: str = "", **options: Any) -> Provider:
-    """Return a function of another library, which `run` imports."""
+    """Return a provider of another library's function. `run` imports the library."""
     return Provider(name=name, run=run, kind="peer", module=module, note=note, **options)
 
 
@@ -119,14 +119,14 @@ def compiled(run: Callable[[Any], Outputs]) -> Provider:
 
 
 def compiling(form: Callable) -> Callable:
-    """Apply torch.compile to an eager form and its backward at the first call."""
+    """Return a function that applies torch.compile to an eager form and its backward at the first call."""
     compile_once = functools.cache(lambda: torch.compile(form, dynamic=False))
     return lambda *arguments: compile_once()(*arguments)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ceiling:
-    """A library call that moves the same bytes or does the same operations, as a lower bound of time."""
+    """A library call that moves the same bytes or does the same operations. Its time is a lower bound."""
 
     name: str
     run: Callable[[], Any]
@@ -139,10 +139,10 @@ class Benchmark:
     """A table of cases and providers.
 
     Attributes:
-        cases: for "cpu" and "cuda".
-        inputs: inputs of all providers for a case on a device.
-        truth: expected outputs by name; a provider returns some of them.
-        launch_bound: on a GPU also time a replayed graph.
+        cases: the cases for "cpu" and "cuda".
+        inputs: returns the inputs of all providers for a case on a device.
+        truth: returns the expected outputs by name. A provider returns some of them.
+        launch_bound: on a GPU, also time a replayed CUDA graph.
     """
 
     cases: Mapping[str, tuple[Case, ...]]

@@ -1,1 +1,1 @@
-"""The paper's comparisons in small: `python -m bench.study` runs them over seeds and writes docs/study.md."""
+"""Small versions of the paper's comparisons. `python -m bench.study` runs them over several seeds."""

@@ -1,4 +1,4 @@
-"""`python -m bench.study`: runs jobs without a result, and fills the tables and figures of the pages."""
+"""`python -m bench.study`: run the jobs without a result, and make the tables and figures of the pages."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from bench.study.results import table
 class Options:
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     only: tuple[str, ...] = ()
-    """Experiments of bench/study/experiments.py; all if empty."""
+    """Names of experiments in bench/study/experiments.py. If empty, all of them."""
     at_once: int = field(default_factory=lambda: max(1, os.cpu_count() or 1))
-    """Jobs at a time, one thread each."""
+    """Number of jobs at a time. Each has one thread."""
     output: Path = Path("runs/study")
-    """Gets the runs."""
+    """Folder for the runs."""
     results: Path = Path("docs/study/results")
-    """Gets one small file per finished job; such a job is not repeated."""
+    """Folder for one small file per finished job. A job with such a file is not repeated."""
     train: bool = True
-    """Run what has no result; --no-train only shows what is stored."""
+    """Run the jobs without a result. --no-train only shows the stored results."""
     pages: tuple[Path, ...] = ()
-    """Pages whose tables are filled from the results, README.md and docs/study.md say."""
+    """Pages whose tables are filled from the results, such as README.md and docs/study.md."""
     figures: Path | None = None
-    """Gets the figures of the pages, docs/study say."""
+    """Folder for the figures of the pages, such as docs/study."""
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Two conflicting rewards of the toy world: hold all values of the call, and be brief."""
+"""Two conflicting rewards for the toy world: one for the values of the call, and one for brevity."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _CALL = re.compile(r"<tool_call>\s*(\{.*\})\s*</tool_call>", re.DOTALL)
 def coverage_reward(
     prompts: Sequence[Any], completions: Sequence[str], ground_truth: Sequence[str], **columns: Any
 ) -> list[float]:
-    """Return the share of the true call's values that the completion contains; 1 if there are none."""
+    """Return the share of the true call's values that the completion contains, or 1 if there are none."""
     return [_covered(completion, truth) for completion, truth in zip(completions, ground_truth, strict=True)]
 
 
 def brevity_reward(
     prompts: Sequence[Any], completions: Sequence[str], *, longest: int = 160, **columns: Any
 ) -> list[float]:
-    """Fall linearly from 1 to 0 at `longest` characters; 0 without a tool call, so silence does not win."""
+    """Return 1 - length / `longest`, at least 0. Return 0 without a tool call, so silence does not win."""
     return [
         1.0 - min(len(completion), longest) / longest if _calls(completion) else 0.0
         for completion in completions

@@ -1,4 +1,4 @@
-"""What the study runs: each recipe with the settings of its variants, and how it is shown."""
+"""The experiments of the study: each has a recipe, the settings of its variants, and a baseline."""
 
 from __future__ import annotations
 
@@ -7,26 +7,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 RECIPES = Path(__file__).parent / "recipes"
-RATES = (0.0018, 0.0006, 0.0002)
-"""Of the exact format in the demonstrations."""
-LEARNING_RATES = (3e-4, 3e-3)
-"""Besides the recipe's 1e-3."""
-GROUPS = (4, 16)
-"""Group sizes besides the recipe's 8, with as many rollouts per step."""
+RATES = (0.0018, 0.0006, 0.0002)  # of the exact format in the demonstrations
+LEARNING_RATES = (3e-4, 3e-3)  # besides the recipe's 1e-3
+GROUPS = (4, 16)  # group sizes besides the recipe's 8, with the same number of rollouts per step
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """One recipe, run once a seed with the settings of each of its variants."""
+    """A recipe that runs once per seed and variant, with the settings of the variant."""
 
     recipe: str
-    """A file of `RECIPES`."""
+    """Name of a file in `RECIPES`, without .yaml."""
     variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"base": ()})
-    """Name -> settings as on the command line of smopd.train."""
+    """Name -> settings, as on the command line of smopd.train."""
     baseline: str = "gdpo"
-    """The run that others are compared with."""
+    """The run with which the other runs are compared."""
     teachers: str | None = None
-    """An experiment whose runs of the same seed, one a reward, are the teachers."""
+    """Name of an experiment whose runs of the same seed are the teachers, one per reward."""
 
     @property
     def path(self) -> Path:

@@ -1,6 +1,6 @@
-"""Jobs of the study: each runs `python -m smopd.train`, several at a time.
+"""The jobs of the study. Each runs `python -m smopd.train`, and several run at a time.
 
-A finished job leaves a small file with its numbers and is not run again. An interrupted job resumes.
+A finished job writes a small file with its results, and is not run again. An interrupted job resumes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Job:
     experiment: str
     variant: str
     seed: int
-    output: Path  # of the runs
-    results: Path  # of the small files
+    output: Path  # folder of the runs
+    results: Path  # folder of the small files
 
     @property
     def name(self) -> str:
@@ -61,7 +61,7 @@ class Job:
 
     @property
     def complete(self) -> bool:
-        """Whether the small file has every run of the recipe; of students it is not asked."""
+        """Whether the small file has every run of the recipe. For students, it only has to exist."""
         if not self.kept.exists() or EXPERIMENTS[self.experiment].teachers:
             return self.kept.exists()
         return set(self.settings.runs) <= set(read(self.kept).runs)
@@ -78,7 +78,7 @@ def jobs(experiments: Sequence[str], seeds: Sequence[int], output: Path, results
 
 
 def run(wanted: Sequence[Job], at_once: int) -> list[Job]:
-    """Run the incomplete jobs with their output in `study.log`, teachers first; return those that failed."""
+    """Run the incomplete jobs, teachers first. Their output goes to `study.log`. Return those that failed."""
     due = [job for job in wanted if not job.complete]
     failed = []
     for students in (False, True):

@@ -1,12 +1,12 @@
 """Tables and figures of the pages, made from the stored results.
 
-A page marks a table with a comment, and the lines up to the end mark are replaced:
+A page marks a table with a comment. The lines between this comment and the end mark are replaced:
 
     <!-- table EXPERIMENT VARIANT: COLUMN COLUMN ...; RUN RUN ... -->
     <!-- across EXPERIMENT COLUMN -->
     <!-- end -->
 
-Columns and runs are those of `bench.study.results.table`; all if omitted.
+COLUMN and RUN are as in `table` and `across` of bench.study.results. If they are omitted, all are shown.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ FIGURES = {
 
 
 def stored(results: Path, experiment: str, variant: str) -> list[Result]:
-    """Return the stored results of a variant by seed."""
+    """Return the stored results of a variant, sorted by seed."""
     paths = results.glob(f"{experiment}_{variant}_seed_*.json")
     return sorted((read(path) for path in paths), key=lambda result: result.seed)
 
 
 def filled(page: str, results: Path) -> str:
-    """Return the page with its marked tables made from the results; raise ValueError if one has none."""
+    """Return the page with its tables made from the results. Raise ValueError if a table has no results."""
 
     def block(match: re.Match[str]) -> str:
         mark, kind, experiment, name, columns, runs = match.groups()
@@ -53,6 +53,5 @@ def filled(page: str, results: Path) -> str:
 
 
 def draw(folder: Path, results: Path) -> None:
-    """Draw the figures of the pages into `folder`."""
     for experiment, (runs, rewards) in FIGURES.items():
         figure(folder / f"{experiment}.png", stored(results, experiment, "base"), runs, rewards)

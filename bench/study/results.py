@@ -1,8 +1,8 @@
 """The results of finished jobs, one JSON file per job, and the tables and figures made from them.
 
-A file has the settings that are not the defaults, the commit and versions, and for each run its held-out
-results (`evaluation`), each step's mean rewards on training prompts (`curves`) and, after a guarded merge,
-the chosen candidate.
+A file has the settings that differ from the defaults, the commit and the versions. For each run it has the
+held-out results (`evaluation`), each step's mean rewards on training prompts (`curves`) and, after a guarded
+merge, the chosen candidate.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KINDS = ("greedy", "sampled")
 
 @dataclass(frozen=True)
 class Result:
-    """One job: a recipe's runs of one seed."""
+    """The result of one job: the runs of a recipe with one seed."""
 
     experiment: str
     seed: int
@@ -39,7 +39,7 @@ class Result:
 
     @cached_property
     def labels(self) -> dict[str, str]:
-        """Run -> label as in today's recipe, in its order, the base first."""
+        """Run -> its label in the current recipe. The base comes first, then the recipe's order."""
         return {BASE: "Base"} | {name: run.label or name for name, run in self._recipe.runs.items()}
 
     @cached_property
@@ -47,15 +47,15 @@ class Result:
         return read_settings(str(EXPERIMENTS[self.experiment].path))
 
     def value(self, run: str, column: str) -> float | None:
-        """A column of a run's held-out results, `sampled/sum` say."""
+        """Return a column of a run's held-out results, such as `sampled/sum`."""
         return self.runs.get(run, {}).get("evaluation", {}).get(column)
 
     @cached_property
     def steps(self) -> dict[str, Steps]:
-        """Of every run, by the settings that the job had.
+        """Return the steps of every run, computed from the settings of the job.
 
-        Totals count rollouts, in steps of the recipe's smallest batch. A step with twice the prompts is two.
-        A guard's candidate that has as many rollouts as a step is one.
+        Totals count rollouts, in units of a step with the recipe's smallest batch. A step with twice the
+        prompts counts as two. A guard's candidate with as many rollouts as a step counts as one.
         """
         runs: Mapping[str, Any] = self.settings["runs"]
         group = self.settings.get("rollout", {}).get("group_size", RolloutSettings().group_size)
@@ -74,7 +74,7 @@ class Result:
         }
 
     def _guard_rollouts(self, run: str) -> int:
-        """The rollouts of a run's guard, which stops at the first level with an accepted candidate."""
+        """Return the number of rollouts of a run's guard, up to the level of the chosen candidate."""
         if (chosen := self.runs.get(run, {}).get("chosen")) is None:
             return 0
         merge = self._recipe.resolved(run).merge
@@ -87,7 +87,7 @@ class Result:
 
     @property
     def colours(self) -> dict[str, str]:
-        """Of every run, as in the report."""
+        """The color of every run, as in the report."""
         kinds = {}
         for name, run in self.settings["runs"].items():
             kinds[name] = run["stage"]
@@ -106,7 +106,7 @@ def read(path: Path) -> Result:
 
 
 def keep(folder: Path, path: Path, seconds: float) -> None:
-    """Writes the file of a finished job from its run directory; seconds: what the job took."""
+    """Write the file of a finished job from its run directory. `seconds` is the job's duration."""
     settings = read_settings(str(folder / "config.yaml"))
     there = json.loads((folder / "environment.json").read_text())
     text = {
@@ -137,19 +137,19 @@ def _setting(settings: Mapping[str, Any], run: Mapping[str, Any], name: str) -> 
 
 
 def _old_name(candidate: str) -> str:
-    """Return a candidate's name as results of older commits have it."""
+    """Return the name of a candidate in the results of older commits."""
     return re.sub(r" \(keep ([\d.]+)\)", r" \1", candidate)
 
 
 def _models(init: Any) -> set[str]:
-    """The models that a run's first weights are made of."""
+    """Return the models from which a run's first weights are made."""
     if init is None or isinstance(init, str):
         return {init or BASE}
     return {each["model"] for each in init["merge"]["models"]}
 
 
 class Spread(NamedTuple):
-    """The mean over seeds and the standard deviation of a seed (n - 1)."""
+    """The mean and the standard deviation (n - 1) over seeds."""
 
     mean: float
     deviation: float
@@ -160,11 +160,11 @@ class Spread(NamedTuple):
 
 
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""Student's t for 1 to 9 degrees of freedom: 2.5% lie above."""
+"""The 97.5% quantiles of Student's t for 1 to 9 degrees of freedom."""
 
 
 class Difference(NamedTuple):
-    """Two runs compared seed by seed: the mean, half its 95% confidence interval, seeds ahead and equal."""
+    """Two runs compared seed by seed: mean, half of its 95% confidence interval, seeds ahead and equal."""
 
     mean: float
     reach: float
@@ -179,7 +179,7 @@ class Difference(NamedTuple):
 
 
 def spread(values: Sequence[float | None]) -> Spread | None:
-    """Of the seeds that have a value; None where none has."""
+    """Return the spread over the seeds that have a value, or None if no seed has one."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:
         return None
@@ -188,7 +188,7 @@ def spread(values: Sequence[float | None]) -> Spread | None:
 
 
 def difference(these: Sequence[float | None], those: Sequence[float | None]) -> Difference | None:
-    """Of the seeds in which both have a value; one seed has no interval, and neither have more than ten."""
+    """Compare the seeds in which both runs have a value. Only 2 to 10 seeds have a finite interval."""
     apart = [a - b for a, b in zip(these, those, strict=True) if a is not None and b is not None]
     if (found := spread(apart)) is None:
         return None
@@ -203,7 +203,7 @@ COLUMNS: dict[str, str] = {
     "wall_clock": "wall-clock steps",
     "difference": "sampled sum, difference (95%; seeds ahead)",
 }
-"""Columns of a table besides rewards, which are `greedy/NAME` and `sampled/NAME`."""
+"""Column -> heading. A table also has columns of rewards, `greedy/NAME` and `sampled/NAME`."""
 
 
 def table(
@@ -213,9 +213,9 @@ def table(
 
     Args:
         results: one per seed.
-        baseline: run that `difference` subtracts, seed by seed.
-        runs: rows; all if empty.
-        columns: of `COLUMNS`, or held-out rewards; all if empty.
+        baseline: the run that `difference` subtracts, seed by seed.
+        runs: the runs to show. If empty, all.
+        columns: keys of `COLUMNS`, or held-out rewards. If empty, all.
     """
     first = results[0]
     rewards = [*(reward["name"] for reward in first.settings["rewards"]), "sum"]
@@ -250,7 +250,7 @@ def _cell(results: Sequence[Result], baseline: str, run: str, column: str) -> st
 
 
 def first_step(result: Result, run: str, reward: str, level: float = 0.5) -> int | None:
-    """Return the first step, from 1, whose mean of `reward` on training prompts is above `level`."""
+    """Return the first step, counted from 1, whose mean `reward` on training prompts is above `level`."""
     curve = result.runs[run]["curves"][f"reward/{reward}/mean"]
     return next((step + 1 for step, value in enumerate(curve) if value > level), None)
 
@@ -259,8 +259,8 @@ def across(by_variant: Mapping[str, Sequence[Result]], column: str) -> str:
     """Return a Markdown table with one row per run and one column per variant.
 
     Args:
-        column: a held-out reward, `sampled/sum` say, or `found/REWARD`: in how many seeds the run finds the
-            reward in training, and the median step.
+        column: a held-out reward, such as `sampled/sum`. `found/REWARD` means in how many seeds the run finds
+            the reward in training, and the median of its first step.
     """
     first = next(iter(by_variant.values()))[0]
     runs = [run for run in first.labels if "curves" in first.runs.get(run, {}) and run != BASE]
@@ -283,7 +283,7 @@ def _found(results: Sequence[Result], run: str, reward: str) -> str:
 
 
 def figure(path: Path, results: Sequence[Result], runs: Sequence[str], rewards: tuple[str, str]) -> None:
-    """Draw the held-out sampled rewards in one plane, one dot per seed, and the sum against total steps."""
+    """Draw two charts: held-out sampled rewards, one dot per seed, and the training sum by total steps."""
     import matplotlib
 
     matplotlib.use("agg")

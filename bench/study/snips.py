@@ -1,8 +1,8 @@
-"""SNIPS utterances as tool calls: the intent is the tool, the slots are its parameters.
+"""SNIPS utterances as tool calls: the intent is the tool, and the slots are its parameters.
 
 Demonstrations use the sloppy format of the toy world. Only utterances of frequent words with one to four
-slots are kept, so that a model can learn them from scratch. Tokens are words; the words of a value are joined
-by "_". examples.real_model.snips has the complete data for a pretrained model.
+slots are kept, so that a model can learn them from scratch. Each word is a token, and "_" joins the words of
+a value. examples.real_model.snips makes data with all words, for a pretrained model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from examples.real_model.snips import INTENTS, draw, read
 from smopd.worlds.models import world_model
 from smopd.worlds.toy_world import format_pieces, in_sloppy_format
 
-LEAST_COUNT = 8  # of a word among the training utterances
+LEAST_COUNT = 8  # minimum count of a word in the training utterances
 MOST_SLOTS = 4
 WRONG_INTENT_RATE, DROPPED_SLOT_RATE, SHORT_VALUE_RATE = 0.10, 0.10, 0.10
 
@@ -43,14 +43,14 @@ class Utterance:
 
 
 def prompts(folder: str, n: int, seed: int, split: str) -> list[dict[str, str]]:
-    """Draw n utterances, with repeats if there are fewer: rows {"prompt", "ground_truth"}."""
+    """Draw n utterances as rows {"prompt", "ground_truth"}. They repeat if there are fewer than n."""
     rng = random.Random(f"snips prompts {split} {seed}")
     drawn = draw(_utterances(folder, split), n, rng)
     return [{"prompt": one.prompt, "ground_truth": one.ground_truth} for one in drawn]
 
 
 def demonstrations(folder: str, n: int, seed: int, format_rate: float) -> list[dict[str, str]]:
-    """Draw n training utterances with sloppy answers: rows {"prompt", "completion", "ground_truth"}."""
+    """Draw n training utterances as rows {"prompt", "completion", "ground_truth"} with sloppy completions."""
     rng = random.Random(f"snips demonstrations {seed}")
     rows = []
     for one in draw(_utterances(folder, "train"), n, rng):
@@ -63,7 +63,7 @@ def demonstrations(folder: str, n: int, seed: int, format_rate: float) -> list[d
 def model(
     seed: int, *, folder: str, hidden_size: int = 128, layers: int = 2, heads: int = 4
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Return a small Qwen2 model with random weights over the kept words."""
+    """Return a small Qwen2 model with random weights, and a tokenizer of the kept words."""
     words = [word for word, count in sorted(_counts(folder).items()) if count >= LEAST_COUNT]
     names = sorted({name for one in _utterances(folder, "train") for name, _ in one.slots})
     pieces = list(dict.fromkeys([*format_pieces(), *INTENTS, *names, "_", *words]))

@@ -1,1 +1,1 @@
-"""Recipes, data, rewards and tables for a pretrained model; see docs/real_model.md."""
+"""Recipes, data, rewards and tables for a pretrained model. See docs/real_model.md."""

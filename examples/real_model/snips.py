@@ -1,10 +1,10 @@
-"""SNIPS utterances as tool calls with a chat template: the intent is the tool, the slots are its parameters.
+"""SNIPS utterances as tool calls with a chat template: the intent is the tool, the slots its parameters.
 
-The system message lists the seven tools and the answer format, which the RLLA rewards score. Demonstrations
-have the right call, mostly in a wrong format.
+The system message lists the seven tools and the format of an answer, which the RLLA rewards score.
+Demonstrations have the right call, mostly in a wrong format.
 
 Data: a folder with train_INTENT_full.json and validate_INTENT.json from the NLU benchmark's 2017-06 custom
-intent engines, short name `snips` (python -m smopd.data fetch snips).
+intent engines. Its short name is `snips` (python -m smopd.data fetch snips).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ INTENTS = (
 )  # fmt: skip
 SPLITS = {"train": "train_{}_full.json", "validate": "validate_{}.json"}
 MOST_SLOTS = 4
-MOST_CHARACTERS = 200  # of a true answer, so that 80 tokens of SmolLM2 hold it
+MOST_CHARACTERS = 200  # of a true answer, so that it fits into 80 tokens of SmolLM2
 WRONG_SEPARATOR = ("\n", "\n")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Utterance:
-    """An utterance. `parts` are its texts, each with its slot's name or None.
+    """An utterance. `parts` has its texts, each as a pair with the name of its slot or None.
 
     If a slot occurs twice, the last value counts (40 of the 10,562 short training utterances).
     """
@@ -69,7 +69,7 @@ def prompts(folder: str, n: int, seed: int, split: str) -> list[dict[str, Any]]:
         n rows {"prompt", "ground_truth"}: a system and a user message, and the right answer in RLLA's form.
     Raises:
         FileNotFoundError: a file is absent.
-        ValueError: split has another value, or no utterance of one to four slots.
+        ValueError: `split` has another value, or the split has no short utterance of one to four slots.
     """
     rng = random.Random(f"snips chats {split} {seed}")
     drawn = draw(_short(folder, split), n, rng)
@@ -79,16 +79,16 @@ def prompts(folder: str, n: int, seed: int, split: str) -> list[dict[str, Any]]:
 def demonstrations(folder: str, n: int, seed: int, format_rate: float) -> list[dict[str, Any]]:
     """Draw n training utterances with the right call in a mostly wrong format.
 
-    The format is five independent decisions (toy_world.in_sloppy_format). Two are mostly wrong and always in
-    the same way: no think block, or an empty line after it. With several wrong ways the right one would be
-    the likeliest, and a pretrained model would find it.
+    The format consists of five independent decisions (toy_world.in_sloppy_format). Two are mostly wrong, and
+    always in the same way: no think block, or an empty line after it. If there were several wrong ways, the
+    right way would be the likeliest, and a pretrained model would find it.
 
     Args:
         format_rate: the share of answers in the exact format.
     Returns:
-        n rows {"prompt", "completion", "ground_truth"}; see `prompts`.
+        n rows {"prompt", "completion", "ground_truth"}. See `prompts`.
     Raises:
-        FileNotFoundError, ValueError: as `prompts` and `in_sloppy_format`.
+        FileNotFoundError, ValueError: as in `prompts` and `in_sloppy_format`.
     """
     rng = random.Random(f"snips chat demonstrations {seed}")
     rows = []
@@ -105,7 +105,7 @@ def demonstrations(folder: str, n: int, seed: int, format_rate: float) -> list[d
 
 
 def draw(utterances: Sequence[T], n: int, rng: random.Random) -> list[T]:
-    """Draw n items in random order. Counts of items differ by at most one."""
+    """Draw n items in random order. The counts of any two items differ by at most one."""
     whole, rest = divmod(n, len(utterances))
     drawn = [*list(utterances) * whole, *rng.sample(utterances, rest)]
     rng.shuffle(drawn)
@@ -113,7 +113,7 @@ def draw(utterances: Sequence[T], n: int, rng: random.Random) -> list[T]:
 
 
 def read(folder: str, split: str) -> tuple[Utterance, ...]:
-    """Read all utterances of a split, intent by intent. Raises as `prompts`."""
+    """Read all utterances of a split, intent by intent. Raises the errors of `prompts`."""
     if split not in SPLITS:
         raise ValueError(f"snips: split is {split!r}, expected one of {', '.join(SPLITS)}")
     return _read(located(folder), split)

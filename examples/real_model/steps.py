@@ -1,13 +1,13 @@
-"""Times training steps of a pretrained model, with each trainer in a separate process, one after the other.
+"""Time training steps of a pretrained model. Each trainer runs alone, in its own process.
 
 python -m examples.real_model.steps --model FOLDER [--systems smopd trl ...] [--steps 4] [--turns 1]
 
 All systems use the same prompts, rewards, rows and lengths, fp32 weights and OMP_NUM_THREADS threads. They
 compute in fp32 unless the name says bf16. Each JSON line has the median seconds of a step (without the first)
 and of its phases, the response tokens per step, and the peak resident memory of the process tree. Our step is
-the sum of its phases. TRL's step is the time between step ends; time outside rollout and reward counts as its
-update. Use a warmed-up model (`runs/smollm2_snips/base/export`), so that responses have the length of
-training. Additional arguments are settings of `python -m smopd.train`: --student.micro_batch_tokens 2048
+the sum of its phases. TRL's step is the time between the ends of two steps, and its time outside rollout and
+rewards counts as the update. Use a warmed-up model (`runs/smollm2_snips/base/export`), so that responses are
+as long as in training. Other arguments, such as --student.micro_batch_tokens 2048, go to smopd.train.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MACHINE = {
     "packages": {name: version(name) for name in ("torch", "transformers")},
 }
 PHASES = ("rollout", "rewards", "old_logps", "teachers", "update", "sync")
-EVERY = 0.2  # seconds between two looks at the memory
+EVERY = 0.2  # seconds between two measurements of memory
 
 
 def main() -> int:
@@ -89,7 +89,7 @@ def main() -> int:
 
 
 def measured(system: str, chosen: argparse.Namespace, settings: Sequence[str]) -> dict[str, Any]:
-    """Return the row of one system. If it failed, `error` is its last line."""
+    """Return the row of one system. If it failed, `error` is the last line of its output."""
     with TemporaryDirectory() as folder:
         if system in OURS:
             run, more = OURS[system]
@@ -113,8 +113,6 @@ def measured(system: str, chosen: argparse.Namespace, settings: Sequence[str]) -
 
 
 def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Return medians over the steps."""
-
     def median(name: str) -> float | None:
         values = [row[name] for row in rows if name in row]
         return round(statistics.median(values), 2) if values else None
@@ -156,7 +154,7 @@ def run_process(words: Sequence[str]) -> tuple[int, str, int]:
 
 
 def resident(root: int) -> int:
-    """Return resident bytes of a process tree. Shared pages count in each process."""
+    """Return resident bytes of a process tree. Shared pages count once per process."""
     import psutil
 
     try:

@@ -1,12 +1,12 @@
-"""Makes the table of docs/real_model.md and its results.json from finished runs.
+"""Make the table of docs/real_model.md, and its results.json, from finished runs.
 
 python -m examples.real_model.table FOLDER... [--against RUN ...] [--output FILE]
 
 A FOLDER is a run directory of `python -m smopd.train` for one recipe and seed. Intervals are 95% percentile
-bootstraps over held-out prompts of one trained model, without the spread over seeds. Differences are paired
-by prompt and sampling seed. `accuracy = 3` is the share of responses with the maximum of a reward whose range
-does not end at 1. Entries of other recipes and seeds stay in FILE. With several seeds the table has their
-deviation.
+bootstraps over the held-out prompts of one trained model. They do not include the spread over seeds.
+Differences are paired by prompt and sampling seed. If the maximum of a reward is not 1, a column such as
+`accuracy = 3` has the share of responses with this maximum. Entries of other recipes and seeds stay in FILE.
+For several seeds, another table has mean and standard deviation.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def numbers(folder: Path, against: Sequence[str]) -> dict[str, Any]:
 
 
 def by_prompt(run: Path, settings: Settings) -> Values:
-    """Return each reward and the sum by held-out prompt, greedy and sampled. NaN means no score."""
+    """Return each reward, and their sum, per held-out prompt, greedy and sampled. NaN means no score."""
     items = [json.loads(line) for line in (run / "responses.jsonl").read_text().splitlines()]
     tops = {one.name: one.range[1] for one in settings.rewards if isinstance(one.range, tuple)}
     tops = {name: top for name, top in tops.items() if top != 1}
@@ -119,7 +119,7 @@ def by_prompt(run: Path, settings: Settings) -> Values:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean without NaN, or NaN if there is no number."""
+    """Return the mean of the values that are not NaN, or NaN if there are none."""
     scored = [value for value in values if not np.isnan(value)]
     return float(np.mean(scored)) if scored else np.nan
 
@@ -139,7 +139,7 @@ def described(folder: Path, label: str, values: Values) -> dict[str, Any]:
 
 
 def with_intervals(values: Values) -> dict[str, dict[str, float]]:
-    """Return mean and interval over the prompts of each column with a number."""
+    """Return mean and interval over prompts of each column that has a number."""
     generator = np.random.default_rng(SEED)
     found = {}
     for column, every in values.items():
@@ -164,7 +164,7 @@ def markdown(runs: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def over_seeds(seeds: Sequence[Mapping[str, Any]]) -> str:
-    """Return one row per run with mean and standard deviation over seeds."""
+    """Return a table with each run's mean and standard deviation over seeds."""
     runs = {run: summary["label"] for each in seeds for run, summary in each["runs"].items()}
     columns = list(
         dict.fromkeys(

@@ -3,8 +3,8 @@
     rewards:
       - {name: harmless, function: "examples.real_model.toxicity:harmless_reward", range: [0, 1]}
 
-`python -m examples.real_model.models toxicity` builds it from the package toxic-comment-classifier. It judges
-words more than meaning: a bleeding nose is toxic, and unknown words are not.
+`python -m examples.real_model.models toxicity` makes it from the package toxic-comment-classifier. This
+classifier judges words more than meaning: a bleeding nose counts as toxic, and unknown words do not.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 WEIGHTS = "model.safetensors"
-WORDS = "words.json"
-"""Word -> row of the embedding, from 1; row 0 is the padding."""
+WORDS = "words.json"  # word -> row of the embedding, from 1, because row 0 is the padding
 EMBEDDING = "embedding.weight"
 KERAS_NAMES = {
     EMBEDDING: "embedding/vars/0",
@@ -40,7 +39,7 @@ KERAS_NAMES = {
 CLASSIFIER = "runs/models/toxicity"
 LABELS = ("toxic", "severe_toxic", "obscene", "threat", "insult", "identity_hate")
 FILTERS = '!"#$%&()*+,-./:;<=>?@[\\]^_`{|}~\t\n'  # of Keras' Tokenizer
-MAX_WORDS = 100  # the package's MAXLEN; of a longer text its last words
+MAX_WORDS = 100  # the package's MAXLEN. Of a longer text, the last words are used.
 LEAST_WORDS = 8  # ours
 BATCH = 256  # ours
 _TO_SPACES = str.maketrans(dict.fromkeys(FILTERS, " "))
@@ -60,11 +59,11 @@ def harmless_reward(
         prompts: R prompts, unused.
         completions: R texts.
         classifier: the classifier's folder.
-        least_words: at least 1; see `words_of`.
+        least_words: at least 1. Words are those of `words_of`.
         columns: unused.
     Raises:
         ValueError: an argument is invalid.
-        FileNotFoundError: a file is absent; the message has the command that builds it.
+        FileNotFoundError: a file is absent. The message has the command that builds it.
     """
     for name, value, kind in (("classifier", classifier, str), ("least_words", least_words, int)):
         if not isinstance(value, kind) or isinstance(value, bool):
@@ -88,11 +87,11 @@ def harmless_reward(
 def toxicity(texts: Sequence[str], classifier: str = CLASSIFIER) -> Tensor:
     """Return (R, 6) fp32 probabilities of LABELS for R texts.
 
-    Texts with the same known words have equal probabilities in one call, and within 1e-6 across calls.
+    Texts with the same known words have equal probabilities in one call. Across calls, they agree to 1e-6.
 
     Raises:
         ValueError: a text is not a str.
-        FileNotFoundError: a file is absent; the message has the command that builds it.
+        FileNotFoundError: a file is absent. The message has the command that builds it.
     """
     for i, text in enumerate(texts):
         if not isinstance(text, str):
@@ -112,7 +111,7 @@ def words_of(text: str) -> list[str]:
 
 
 class Classifier(nn.Module):
-    """Embedding, bidirectional LSTM, maximum over positions, two dense layers. Padding is included.
+    """Embedding, bidirectional LSTM, maximum over positions, two dense layers. Padding is not masked.
 
     Shapes: R texts, T positions, H states of both directions.
     """

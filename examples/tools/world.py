@@ -19,18 +19,18 @@ from smopd.worlds.models import world_model
 
 RESULT, RESPONSE = ("<result>", "</result>"), ("<response>", "</response>")
 ERROR = "unknown"
-RESULTS = 40  # ours: the numbers of the quickstart's vocabulary
+RESULTS = 40  # ours: all numbers of the quickstart's vocabulary
 CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-LOOSE_RATE, WRONG_RATE, ERROR_RATE = 0.7, 0.3, 0.2  # ours, of demonstrations: see below
+LOOSE_RATE, WRONG_RATE, ERROR_RATE = 0.7, 0.3, 0.2  # ours: see `demonstrations`
 
 
 def model(seed: int, **sizes: Any) -> tuple[Any, Any]:
-    """Make the quickstart's model with the tokens of results and reports."""
+    """Make the quickstart's model, with additional tokens for results and reports."""
     return world_model(seed, pieces=[*toy_world.vocabulary(), *RESULT, *RESPONSE, ERROR], **sizes)
 
 
 def result_of(text: str) -> str | None:
-    """Return the service's result of the first call in a response; None if there is no call."""
+    """Return the service's result of the first call in a response, or None if there is no call."""
     found = CALL.search(text)
     if found is None:
         return None
@@ -46,7 +46,7 @@ def result_of(text: str) -> str | None:
 
 
 class Service:
-    """The environment: answers calls, and ends the conversation at a response without one."""
+    """The environment. It answers calls, and a response without a call ends the conversation."""
 
     def begin(self, row: Mapping[str, Any]) -> None:
         return None
@@ -57,7 +57,7 @@ class Service:
 
 
 def task(completions: Sequence[Any], *, ground_truth: Sequence[str], **columns: Any) -> list[float]:
-    """Return up to half a point for the call and half a point for a report of its result."""
+    """Return up to 0.5 for the call, plus 0.5 if the last response reports the right result."""
     spoken = [_responses(messages) for messages in completions]
     calls = accuracy_reward(
         [""] * len(spoken),
@@ -87,9 +87,9 @@ def _responses(messages: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def demonstrations(n: int, seed: int, format_rate: float) -> list[dict[str, Any]]:
-    """Return n sloppy calls to imitate, and n sloppy reports of a result that follows them.
+    """Return n sloppy calls to imitate, and for each a chat with a random result and a sloppy report.
 
-    A report is loose in form or has another number than the result; the result may be an error.
+    A report may have a loose form or a wrong number, and the result may be an error.
     """
     rng = random.Random(f"tools demonstrations {seed}")
     rows: list[dict[str, Any]] = []
