@@ -18,7 +18,7 @@ class NonFinite(Failure, RuntimeError):
 
 
 class UserCodeError(Failure, RuntimeError):
-    """A user's function, named by its import path, raised an exception."""
+    """A user's function, named by its import path, or the import of its module raised an exception."""
 
 
 class UnusableInput(Failure, RuntimeError):

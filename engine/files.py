@@ -17,7 +17,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (
     errno.EROFS, errno.ESTALE, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG,
 )  # fmt: skip
-_NUMBER = re.compile(r"(?:\[Errno|os error) (\d+)")  # in messages of torch and safetensors
+_NUMBER = re.compile(r"(?:\[Errno|os error) (\d+)")  # the error number in messages of torch and safetensors
 _TORCH_WRITES = "PytorchStreamWriter failed"  # text of torch's C++ errors, which give no reason
 _PROBE_BYTES = 1 << 16  # ours
 

@@ -45,7 +45,7 @@ def import_function(path: str) -> Any:
 def resolve(name: str, known: Mapping[str, T]) -> T:
     """Return `known[name]` or the function at the import path `name`. Raise ValueError if there is neither.
 
-    An exception that an imported function raises becomes UserCodeError, unless it is a Failure.
+    An exception from the import or a call of the function becomes UserCodeError, unless it is a Failure.
     """
     if name in known:
         return known[name]

@@ -46,7 +46,7 @@ class LocalPreferenceModel:
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[TokenIds], batch_tokens: int) -> list[float]:
-        """Return each sequence's raw score, computed in padded batches. Lengths are 1 to `max_tokens`."""
+        """Return the raw scores, computed in padded batches. A sequence has 1 to `max_tokens` ids."""
         return by_batches(sequences, batch_tokens, lambda batches: [self._batch(batch) for batch in batches])
 
     def _batch(self, sequences: Sequence[TokenIds]) -> list[float]:

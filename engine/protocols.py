@@ -36,7 +36,7 @@ class RolloutEngine(Protocol):
 
 class TeacherEngine(Protocol):
     dropped: int
-    """The number of entries so far on this rank that became empty slots because they were padding ids."""
+    """The number of entries so far on this rank that were vocabulary padding and became empty slots."""
 
     def score(self, rollouts: Sequence[Rollout], kappa: int, temperature: float) -> TeacherTopK:
         """Return each teacher's `kappa` largest log-probabilities, and those of the sampled tokens.
@@ -53,5 +53,5 @@ class TeacherEngine(Protocol):
         ...
 
     def base(self, path: str | Path) -> TeacherEngine | None:
-        """Return an engine for the model at `path` if it is already loaded for a teacher, else None."""
+        """Return an engine for the model at `path` if this engine can also score with it, else None."""
         ...

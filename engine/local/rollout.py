@@ -29,7 +29,7 @@ from smopd.kernels.dispatch import serving
 
 log = logging.getLogger(__name__)
 
-COMPACT_SHARE = 0.8  # ours: share of unfinished rows at which finished rows are removed
+COMPACT_SHARE = 0.8  # ours: finished rows are removed if at most this share of rows is unfinished
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # fields of transformers' configs
 # SplitMix64's constants as int64
 GOLDEN, MIX_1, MIX_2 = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -60,7 +60,7 @@ class LocalRollout:
     """A transformers model as a `RolloutEngine`.
 
     Args:
-        model: already on its device and in the dtype for sampling. The engine modifies the model.
+        model: already on its device and in the dtype for sampling. The engine owns and modifies it.
         end_ids: tokens that end a response.
         max_batch_tokens: maximum cache positions of a batch. Prompts that do not fit form further batches.
         decoding: "loop", "in_place", or "auto", which means in place on CUDA if the model allows it.
@@ -141,7 +141,7 @@ class LocalRollout:
         return list(chain.from_iterable(results))
 
     def _turns(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[list[int]]:
-        """Yield lists of prompt indices. The prompts of a list are sampled together, short prompts first."""
+        """Yield lists of prompt indices, short prompts first. Prompts in one list are sampled together."""
         turn: list[int] = []
         for i in sorted(range(len(prompts)), key=lambda i: len(prompts[i])):
             positions = len(prompts[i]) + sampling.max_new_tokens
@@ -190,7 +190,7 @@ class LocalRollout:
         own = torch.eye(longest, dtype=torch.bool, device=device)
         mask = (causal & real[:, None, None, :]) | own
         most = longest + sampling.max_new_tokens
-        cache = Cache(layer_class_to_replicate=partial(GrowingLayer, most))  # the masks apply windows
+        cache = Cache(layer_class_to_replicate=partial(GrowingLayer, most))  # no windows: masks apply them
         masks = attention.layer_masks(self.model, mask, position, position)
         logits = self.forward(ids, masks, position, cache)
         keys_R = torch.tensor(groups, device=device).repeat_interleave(n)
@@ -229,7 +229,7 @@ class LocalRollout:
         return tokens_RT, logps_RT
 
     def _decode_alone(self, prompt: tuple[int, ...], group: int, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """Sample the responses to one prompt until all have ended. Otherwise return the same as `_decode`."""
+        """Sample one prompt's responses with the model's masks. Return as `_decode`, but T may be smaller."""
         n, n_new, device = sampling.n, sampling.max_new_tokens, self.model.device
         keys_R, samples_R = torch.full((n,), group, device=device), torch.arange(n, device=device)
         uniform_RT = uniform(sampling.seed, keys_R, samples_R, n_new)
@@ -445,7 +445,7 @@ def draw(logits_RV: Tensor, sampling: Sampling, uniform_R: Tensor) -> tuple[Tens
         token_R = logps_RV.argmax(-1)
         return token_R, logps_RV.gather(-1, token_R[:, None])[:, 0]
     token_R, logp_R = serving("draw", logits_RV)(logits_RV, sampling.temperature, uniform_R)
-    return token_R.clamp(max=logits_RV.shape[-1] - 1), logp_R  # a row of NaN may give id V
+    return token_R.clamp(max=logits_RV.shape[-1] - 1), logp_R  # ids stay below V even in a row of NaN
 
 
 def uniform(seed: int, keys_R: Tensor, samples_R: Tensor, positions: int) -> Tensor:

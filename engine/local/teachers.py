@@ -52,7 +52,7 @@ class Dropping:
         self.dropped += entries
 
     def inside(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], Tensor]:
-        """Return the rollouts with ids clamped to the teachers' vocabularies, and an (N,) bool mask of these.
+        """Clamp response ids to the teachers' vocabularies. Return rollouts and (N,) bool: True if clamped.
 
         The caller sets the log-probabilities of clamped tokens to -inf.
         """
@@ -88,7 +88,7 @@ class LocalTeachers(Dropping):
     """Transformers models as a `TeacherEngine`.
 
     Args:
-        models: at least one, already on its device and in the dtype for scoring. Teachers may share a model.
+        models: at least one, all on one device and in the dtype for scoring. Teachers may share a model.
         vocabulary: the student's vocabulary size. A teacher's size may differ because of padding.
         tokens: the student's number of real tokens. Every teacher must have them. None means `vocabulary`.
     Raises:
@@ -203,7 +203,7 @@ class StudentsBase:
 def held_already(
     path: str | Path, student_path: str | Path, student: Student, teachers: TeacherEngine | None
 ) -> TeacherEngine | None:
-    """Return an engine for the model at `path` if a LoRA student or a teacher has loaded it, else None."""
+    """Return an engine for the model at `path` if a LoRA student or `teachers` can provide it, else None."""
     if student.lora is not None and same_place(path) == same_place(student_path):
         return StudentsBase(student)
     return None if teachers is None else teachers.base(path)

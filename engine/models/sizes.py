@@ -21,7 +21,7 @@ class ModelNumbers(NamedTuple):
         return self.vocabulary * self.hidden
 
     def kv_bytes(self, width: int, parallel: int = 1) -> int:
-        """Return the KV cache's bytes per position on each of `parallel` GPUs, at `width` per element."""
+        """Return the KV cache's bytes per position on each of `parallel` GPUs. width: bytes per element."""
         return 2 * self.layers * -(-self.kv_heads // parallel) * self.head_dim * width
 
 

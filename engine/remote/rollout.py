@@ -81,7 +81,7 @@ class RemoteRollout:
     def generate(
         self, prompts: Sequence[Sequence[int]], groups: Sequence[int], sampling: Sampling
     ) -> list[Rollout]:
-        """Sample as in `RolloutEngine`. Raise NoServer if no server is left, or an error of `samples_of`."""
+        """Sample as in `RolloutEngine`. Raise NoServer if none is left, ValueError as `samples_of` does."""
         version = self.policy_version
 
         def request(url: str, sample: Sample) -> Request:
@@ -173,7 +173,7 @@ class RemoteRollout:
         self.servers.each(Request(path, json=body or {}), lambda answer: None)
 
     def _require_held(self, found: set[Any], version: int) -> None:
-        """Raise ServerUnavailable if a server's labels `found` are not only the label of `version`."""
+        """Raise ServerUnavailable unless `found`, a server's labels, is exactly the label of `version`."""
         if found != {self.label(version)}:
             held = " and ".join(sorted(map(str, found))) or "of no name"
             raise ServerUnavailable(f"holds the weights {held}, expected {self.label(version)}")

@@ -1,7 +1,7 @@
 """HTTP servers of one model. A busy server is asked again. Requests of a removed server go to others.
 
-A deadline covers the whole answer. httpx alone limits each read, so a server that drips bytes would never
-time out. The size of an answer is limited, too. Every failure raises `ServerUnavailable`.
+A deadline covers the whole answer. httpx itself limits only each read, so a server that drips bytes would
+never time out. The size of an answer is limited, too. Every failure raises `ServerUnavailable`.
 """
 
 import asyncio
@@ -282,6 +282,6 @@ class Servers:
             raise
 
     def _pause_checks(self, url: str, seconds: float) -> None:
-        if monotonic() >= self._paused_until.get(url, 0.0):  # one miss for all requests in flight
+        if monotonic() >= self._paused_until.get(url, 0.0):  # all requests in flight count as one miss
             self._pause[url] = 2 * self._pause.get(url, seconds / 2)
             self._paused_until[url] = monotonic() + self._pause[url]

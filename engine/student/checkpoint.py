@@ -138,7 +138,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def export(student: Student, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype) -> None:
-    """Write weights, config, tokenizer, chat template and any LoRA adapter. This is a collective call."""
+    """Write safetensors, config, tokenizer, chat template and any LoRA adapter. This is a collective call."""
     with whole_folder(folder, {}) as partial:
         weights = {}
         for name, value in student.weights():
@@ -157,7 +157,7 @@ def export(student: Student, tokenizer: PreTrainedTokenizerBase, folder: Path, d
 
 @contextmanager
 def whole_folder(folder: Path, facts: dict[str, Any]) -> Iterator[Path]:
-    """Yield a temporary folder, then write its manifest and rename it. Raise CannotWrite if that fails."""
+    """Yield a temporary folder, then add a manifest and rename it. Raise CannotWrite if the disk refuses."""
     with room_for(folder):
         partial = distributed.on_rank0(lambda: empty_partial(folder))
         yield partial
@@ -174,7 +174,7 @@ def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
     digests = {}
     for path in _share(sorted(path for path in folder.rglob("*") if path.is_file())):
         if path not in (manifest, digest):
-            path.chmod(folder.stat().st_mode & 0o666)  # safetensors' files are their owner's alone
+            path.chmod(folder.stat().st_mode & 0o666)  # safetensors lets only the owner read its files
             flush(path)
             digests[str(path.relative_to(folder))] = file_digest(path)
     gathered = distributed.gather_objects(digests)
@@ -208,7 +208,7 @@ def read_manifest(folder: Path, remove: str = "remove the folder to resume") -> 
 
 
 def require_whole(export: Path) -> None:
-    """Raise UnusableCheckpoint if an export differs from its manifest, if any. This is a collective call."""
+    """Raise UnusableCheckpoint if an export has a manifest and differs from it. This is a collective call."""
     export = export.expanduser()
     if distributed.on_rank0((export / MANIFEST_DIGEST).exists):
         read_manifest(export, "to repeat its run, remove the run's folder")

@@ -66,7 +66,7 @@ def _targets(model: PreTrainedModel, wanted: list[str]) -> list[str]:
     """Return the target names. Head and embeddings are excluded: the fused loss needs a plain head."""
     layers = decoder_layers(model)
     linear = {_last(name) for name, module in layers.named_modules() if isinstance(module, nn.Linear)}
-    linear.discard("router")  # adapters would change the output's type (phimoe) or pass for routers (Jamba)
+    linear.discard("router")  # an adapted router would return a tensor (phimoe) or add router logits (Jamba)
     if not linear:
         raise ValueError(f"lora: the decoder of a {type(model).__name__} has no linear layers")
     stacked = (name for name, value in layers.named_parameters() if value.dim() == 3)

@@ -46,7 +46,7 @@ class Student:
     """A causal language model in training.
 
     Args:
-        model: unsharded, equal on all ranks, and in fp32 (with LoRA, in the compute dtype).
+        model: unsharded, equal on all ranks, and in fp32. With LoRA, it is converted to the compute dtype.
         schedule: update (from 0) -> factor of the learning rate on top of the warm-up. None means 1.
     Raises:
         ValueError, UnusableModel, ImportError: the settings do not suit the model or this environment.
@@ -120,7 +120,7 @@ class Student:
             raise UnusableModel(f"student.compute_dtype: {text}; expected float32, in which it works")
 
     def logps(self, rollouts: Sequence[Rollout], temperature: float, *, adapters: bool = True) -> Tensor:
-        """Return (N,) fp32 logps of the policy or (not `adapters`) LoRA's base. This is a collective call."""
+        """Return the tokens' (N,) fp32 logps, without `adapters` those of LoRA's base. A collective call."""
         with nullcontext() if adapters else lora.adapters_disabled(self.model):
             logp_N = self.topk(rollouts, 0, temperature).token_logp_N
         assert logp_N is not None

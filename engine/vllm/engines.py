@@ -105,8 +105,8 @@ class Engine:
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the weights by a stream of full tensors, equal on all ranks, and clear the prefix cache.
 
-        Raise ValueError if a weight is missing, unknown or has another shape. After any error, the engine
-        refuses to serve until a load succeeds.
+        After an error in `weights` (ValueError if one is missing, unknown or misshapen), the engine refuses
+        to serve until a load succeeds. After an error in vLLM or the transfer, all loads raise LostWeights.
         """
         if self.broken:
             raise LostWeights(self.trouble)

@@ -3,7 +3,7 @@
 weights   this GPU's shard; each GPU has the whole head of a teacher's pooler
 work      an estimate for CUDA graphs and the largest forward
 cache     keys and values: `kv_cache_memory_bytes` or what `gpu_memory_utilization` leaves. If neither is set:
-          scoring: room for one batch and one sequence, because no later batch reads the cache
+          scoring: room for one batch and one sequence, because no later request reads the cache
           sampling: a quarter of the memory that weights and work leave; the rest is for AdamW's states,
           for teachers, and for engines of later runs, which are allocated afterwards
 """
@@ -89,7 +89,7 @@ def engine_memory(
 def vllm_arguments(
     settings: Vllm, memory: EngineMemory, gpu: Gpu, *, sleeps: bool, samples: bool
 ) -> dict[str, Any]:
-    """Return the memory arguments of vllm.LLM, which fails if less than gpu_memory_utilization is free."""
+    """Return the memory arguments of vllm.LLM. It fails unless the share gpu_memory_utilization is free."""
     if settings.gpu_memory_share is not None and settings.kv_cache_bytes is None:
         return {"gpu_memory_utilization": settings.gpu_memory_share}
     least, room = memory.total - memory.work, gpu.free if sleeps else gpu.room

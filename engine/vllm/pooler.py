@@ -136,7 +136,7 @@ def ask(
         predictor_T = torch.arange(len(r.response_ids)) + len(r.prompt_ids) - 1
         rows = {"token_ids_N": r.of_policy(r.response_ids).int(), "predictor_N": r.of_policy(predictor_T)}
         numbers = {"kappa": kappa, "temperature": temperature}
-        # `rows` is bytes, because these reach an engine in another process unchanged.
+        # `rows` is sent as bytes, which reach an engine in another process unchanged.
         params.append(PoolingParams(task=TASK, extra_kwargs=numbers | {"rows": save(rows)}))
     answers = llm.encode(
         [TokensPrompt(prompt_token_ids=[*r.prompt_ids, *r.response_ids[:-1].tolist()]) for r in rollouts],

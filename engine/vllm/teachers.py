@@ -169,7 +169,7 @@ def lora_request(adapter: Adapter) -> LoRARequest:
 
 
 def lora_rank(adapter: Adapter) -> int:
-    """Return the smallest of LORA_RANKS for the adapter. Raise UnusableModel if vLLM cannot serve it."""
+    """Return the smallest of LORA_RANKS that fits. Raise UnusableModel if vLLM cannot serve the adapter."""
     try:
         helper = PEFTHelper.from_dict(adapter.config)
         needed = max([helper.r, *helper.rank_pattern.values()])

@@ -106,7 +106,7 @@ def checked(
     shapes: Mapping[str, torch.Size],
     tied: tuple[str, str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights. A tied head follows the embedding. Raise ValueError if any is wrong or missing."""
+    """Yield the weights, and a tied head exactly once. Raise ValueError if any weight is wrong or missing."""
     missing = set(shapes)
     for name, value in weights:
         if shapes.get(name) != value.shape:
