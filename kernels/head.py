@@ -1,8 +1,8 @@
 """The logits and gradients of a linear head, in chunks of rows and without an fp32 copy of the whole weight.
 
-Products are accumulated in fp32 or better. Where _one_gemm returns False, the factors are converted to fp32
-piece by piece. With AMX, oneDNN's bf16 product (torch 2.13) also reads the padding behind each row of the
-left factor. It multiplies the padding by 0, so the padding must be finite.
+Products are accumulated in fp32 or better. If a half-precision GEMM cannot return fp32, and on CPUs without
+bf16 instructions (_one_gemm is False), the factors are converted to fp32 piece by piece. With AMX, oneDNN's
+bf16 product (torch 2.13) multiplies the padding behind each left row by 0, so the padding must be finite.
 
 Shapes: N tokens, V vocabulary (or a piece of it), D hidden size.
 """
@@ -45,7 +45,7 @@ def logit_chunks(
 
 
 def row_blocks(n_rows: int, most: int, unit: int) -> list[slice]:
-    """Split the rows into as few blocks of at most `most` rows as possible, of nearly the same size.
+    """Split rows into the fewest blocks of at most `most` rows that `unit` allows, of nearly the same size.
 
     There is at least one. If most >= unit, each but the last has a multiple of `unit` rows, for alignment.
     """
@@ -94,7 +94,7 @@ def hidden_gradient_into(out_ND: Tensor, dlogits_NV: Tensor, weight_VD: Tensor) 
 def weight_gradient_into(
     out_VD: Tensor, dlogits_NV: Tensor, hidden_ND: Tensor, *, accumulate: bool = False
 ) -> None:
-    """Write dlogits.T @ hidden to `out`, or add it. For several chunks, `out` has the compute dtype."""
+    """Write or add dlogits.T @ hidden to `out`, which has the weight's (several chunks: compute) dtype."""
     if _one_gemm(hidden_ND, out_VD, accumulate):
         _product_into(out_VD, dlogits_NV.T, hidden_ND, accumulate)
         return

@@ -15,7 +15,7 @@ from torch import Tensor
 CLIP_LOW = 1  # the ratio is below 1 - clip_low and the advantage is negative
 CLIP_HIGH = 2  # the ratio is above 1 + clip_high and the advantage is positive
 CLIP_DUAL = 4  # the dual clip limits the surrogate
-CLIP_LOG_RATIO = 8  # |log ratio| is above LOG_RATIO_BOUND and is clamped, so neither term has a gradient
+CLIP_LOG_RATIO = 8  # |log ratio| is clamped to LOG_RATIO_BOUND: surrogate and reverse term have no gradient
 CLIP_REVERSE_LOW = 16  # the reverse-KL term raises the ratio to 1 - clip_low
 CLIP_REVERSE_HIGH = 32  # the reverse-KL term lowers the ratio to 1 + clip_high
 

@@ -45,7 +45,7 @@ def export_checkpoint(
     from smopd.run.folder import input_changes, known_inputs, saved_settings
     from smopd.run.identity import named_model
 
-    run = Path(os.path.abspath(run))  # a link to a run stays in its recipe's folder
+    run = Path(os.path.abspath(run))  # keeps a link: its own parent is the recipe's folder
     folder, name = run.parent, run.name
     if output.exists():
         raise ValueError(f"--output: {output} exists, expected a new folder")

@@ -100,7 +100,7 @@ def without_secrets(text: str, known: list[str] | None = None) -> str:
 
 
 def redacted(value: Any, name: str = "", known: list[str] | None = None) -> Any:
-    """Redact secrets in a nested value: values of secret names, and all that `without_secrets` redacts."""
+    """Redact values of secret names and, except in an import path, whatever `without_secrets` redacts."""
     secret, known = _SECRET_NAME.fullmatch(name), _of_environment() if known is None else known
     if isinstance(value, dict):
         mine = {key: name if secret else str(key) for key in value}

@@ -1,4 +1,4 @@
-"""The fused operations of SMOPD, for any trainer. This module imports only torch.
+"""The fused operations of SMOPD, for any trainer. They need only torch.
 
     from smopd.ops import LossSettings, LossTokens, linear_smopd_loss
 

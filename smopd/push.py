@@ -58,7 +58,7 @@ def push(
 
 def stage(run: Path) -> Path:
     """Create the folder RUN/push anew and return it. The weights are hard links to those of the export."""
-    run = Path(os.path.abspath(run))  # a link to a run stays in its recipe's folder
+    run = Path(os.path.abspath(run))  # keeps a link: its own parent is the recipe's folder
     recipe, folder = run.parent, run / "push"
     if not (run / "export" / "README.md").exists():
         raise ValueError(f"{run} has no export with a model card: finish it with `smopd train`")

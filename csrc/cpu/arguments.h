@@ -122,7 +122,7 @@ inline Ids read_ids(const char* op, const char* name, const Tensor& t) {
   return {t.data_ptr(), wide, t.stride(0), last == 2 ? t.stride(1) : 0, t.stride(last)};
 }
 
-// Reads (N,) token ids of int64 or int32. kernels/checks.py has checked the ids that are used.
+// Reads (N,) token ids of int64 or int32. kernels/checks.py has checked that those used are in [0, V).
 inline std::vector<int64_t> read_token_ids(const char* op, const Tensor& t, int64_t rows) {
   SMOPD_REQUIRE(op, t.is_cpu() && t.dim() == 1 && t.size(0) == rows,
                 "token_ids has to be a CPU tensor of shape (N,) = (", rows, ",)");

@@ -1,5 +1,5 @@
-// The loops over a block, compiled for each instruction set and vectorized by the compiler. The operands of
-// comparisons are ordered so that each comparison is one instruction and propagates NaN.
+// The loops over a block, compiled for each instruction set and vectorized by the compiler. Comparisons have
+// their operands in an order that makes each one instruction and, except in max_of, propagates NaN.
 
 #include "exponent.h"
 

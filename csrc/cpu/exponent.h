@@ -112,7 +112,7 @@ constexpr int64_t kBlockLength = 2048;    // elements
 constexpr int64_t kAhead = 2 * kBlockLength;  // distance of the prefetch
 constexpr float kRounder = 12582912.0f;   // 1.5 * 2^23: adding it puts the integer part into the low bits
 constexpr uint32_t kRounderBits = 0x4b400000u;
-constexpr double kLargestShift = 1 << 20;  // kRounder minus a larger shift would be inexact
+constexpr double kLargestShift = 1 << 20;  // below about 2^22, up to which kRounder - shift is exact
 
 struct Exponent {
   float scale;

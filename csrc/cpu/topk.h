@@ -117,7 +117,7 @@ SMOPD_INLINE void collect(Candidates& top, const float* block, int64_t first, in
   }
 }
 
-// Collects the entries of a row with a NaN or with fewer than kappa entries above -inf.
+// Collects the kappa largest entries of a row with a NaN or with fewer than kappa entries above -inf.
 template <typename T>
 void collect_all(Candidates& top, const T* row, int64_t vocab) {
   std::vector<int64_t> keys(vocab);

@@ -1,4 +1,4 @@
-// The mixture of several teachers' sparse log-probabilities. Repeats are pooled or merged by logsumexp.
+// A mixture of several teachers' sparse log-probabilities. Repeats stay (pooled) or are merged by logsumexp.
 
 #pragma once
 
@@ -163,7 +163,7 @@ inline void unite(TeacherUnion& candidates, const Target& target, int64_t n) {
       [&](int64_t m, int64_t s) { return target.logps.at(n, m, s) + target.log_alpha.at(n, m, 0); });
 }
 
-// Returns row n's support, or null without a target. kernels/checks.py has checked the ids that are used.
+// Returns row n's support, null without a target. kernels/checks.py has checked that its ids are in [0, V).
 inline Support* row_support(TargetWork& work, const Target& target, int64_t n, bool tail) {
   if (!target.present()) return nullptr;
   Support& support = work.support;

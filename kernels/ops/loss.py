@@ -44,7 +44,7 @@ def smopd_loss(
         surrogate = max(-adv ratio, -adv clip(ratio, 1 - clip_low, 1 + clip_high)),
                     limited to -c adv by dual_clip c if adv < 0,
         kl        = kl_N of topk_forward_kl at settings.kl_temperature,
-        reverse   = -clip(ratio) reverse_adv (Eq. 17), or like the surrogate with "ppo",
+        reverse   = -clip(ratio) reverse_adv (Eq. 17), or max(-ratio reverse_adv, that) with "ppo",
         entropy   = the row's entropy at settings.temperature.
 
     The terms are summed, not averaged, because the weights include the denominators. LossStats.clipped_N

@@ -97,8 +97,8 @@ def linear_topk_logprobs(
         weight_VD: (V, D) in the dtype of hidden_ND.
         kappa, token_ids_N, temperature: see topk_logprobs.
         bias_V: (V,) or None.
-        chunk_bytes: upper limit for the logits stored at a time, at least one row. C++ stores at most 8 MiB.
-            None stands for 160 MiB with the reference on a CPU, 1.25 GiB elsewhere.
+        chunk_bytes: upper limit for the logits stored at a time, at least one row. None: 160 MiB on a CPU,
+            else 1.25 GiB. C++ stores at most 8 MiB, except for rows with a NaN or too few logits above -inf.
     """
     checks.check_linear(LINEAR, hidden_ND, weight_VD, bias_V, chunk_bytes)
     checks.check_kappa(LINEAR, kappa, weight_VD.shape[0])

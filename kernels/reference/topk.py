@@ -105,7 +105,7 @@ def _best(ids_NP: Tensor, logps_NP: Tensor, kappa: int) -> Mixture:
 
 
 def merge_sorted(ids_NP: Tensor, logps_NP: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge each run of equal ids by logsumexp. Ids must ascend. Slots left over have id 0, logp -inf."""
+    """Merge runs of equal, ascending ids by logsumexp, run i into slot i. Other slots: id 0, logp -inf."""
     segment_NP = torch.zeros_like(ids_NP)
     segment_NP[:, 1:] = (ids_NP[:, 1:] != ids_NP[:, :-1]).cumsum(-1)
     empty_NP = torch.full_like(logps_NP, -torch.inf)

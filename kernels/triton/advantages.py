@@ -4,7 +4,7 @@ After the sort, a group is a run of equal ids. For each response, the kernel loo
 Each program stores the moments of its responses for whitening (whiten.py). There are no atomics and no
 synchronization with the host.
 
-Shapes: R responses, B responses of a program, K rewards (padded to a power of two; 1 in GRPO, the sum).
+Shapes: R responses, B responses of a program, K rewards padded to a power of two (in GRPO, _BK is (B, 1)).
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class _Parts:
 
 
 def _parts(n_vocab: int, consecutive: int) -> _Parts:
-    """Split a row into the fewest parts of at most a program's registers. Only the last can be shorter."""
+    """Split a row into the fewest parts that fit a program's registers. Only the last part can be shorter."""
     vectors = triton.cdiv(n_vocab, consecutive)
     n = triton.cdiv(vectors, _SPLIT_LANES * _SPLIT_VECTORS)
     size = triton.cdiv(vectors, n * _SPLIT_UNIT) * _SPLIT_UNIT * consecutive

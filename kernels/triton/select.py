@@ -19,7 +19,7 @@ from smopd.kernels.triton.mixture import largest
 
 
 def listed_log(log_k: int) -> int:
-    """Return log2 of the list's length. Above kappa 64 it is larger, as many segments reach the threshold."""
+    """Return log2 of the list's length: 2 K, or 8 K above kappa 64, as many segments reach a low maximum."""
     return log_k + 1 if log_k < 7 else log_k + 3
 
 
@@ -144,7 +144,7 @@ def _reached_by(keys, kappa, low, high):
 
 @triton.jit
 def _scattered(N: tl.constexpr):
-    """Return 0 to N - 1 for unvectorized accesses: each lane reads the values that it wrote, every 32nd."""
+    """Return 0 to N - 1, but keep accesses unvectorized: each lane of the warp has every 32nd value."""
     return tl.max_contiguous(tl.arange(0, N), 1)
 
 

@@ -1,7 +1,7 @@
 """Whitening of advantages (Eq. 3) in fp64, from moments that each program stored in a slot.
 
 Every program merges all slots by Chan's rule in the same order. So no atomics are needed, and repeated runs
-give equal bits. With several ranks, a launch merges those of each rank, and an all-reduce collects the
+give equal bits. With several ranks, a launch merges the slots of each rank, and an all-reduce collects the
 results.
 
 Shapes: R responses, P slots, W ranks.
