@@ -212,8 +212,8 @@ def split_kernel(
 ):  # fmt: skip
     """Compute a part of a row. The arguments are those of row_kernel with one temperature, and also:
 
-    exchange_ptr: WORDS words for each part of each row. Then follow, for each row, K words of which the first
-        is the token's logit, and K words with the slots' logits.
+    exchange_ptr: WORDS words for each part of each row. After these, each row has 2 K words. The first has
+        the token's logit, the last K have the slots' logits.
     PART: number of elements of a part. The last part may have fewer. A part has BLOCKS blocks of R L C
         elements, but its last block has TAIL_R repeats. The first WHOLE blocks are full in every part.
     AHEAD: program i prefetches the part of program i + AHEAD. 0: no prefetch.

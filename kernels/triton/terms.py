@@ -112,7 +112,7 @@ def loss_slopes(
 
 @triton.jit
 def _larger(a, b):
-    """Return the maximum. The arguments share a factor, so if one is NaN, both are, and so is the result."""
+    """Return the maximum. NaN can only come from a factor of both arguments. The result is then NaN, too."""
     return tl.where(a >= b, a, b)
 
 

@@ -105,7 +105,7 @@ class Checked(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoder:
-    """Converter of the rows of a source to prompts. The fields are arguments of `load_prompts`."""
+    """Converts each row of a source into a prompt. The fields are arguments of `load_prompts`."""
 
     tokenizer: PreTrainedTokenizerBase
     source: str

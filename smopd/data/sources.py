@@ -44,7 +44,7 @@ def open_rows(source: str, *, kwargs: Mapping[str, Any] | None = None) -> Sequen
 
     Args:
         source: one of SOURCE_FORMS. A .json file contains a list of objects, or JSON lines.
-        kwargs: passed to the function, or to datasets.load_dataset (`split` is "train" by default).
+        kwargs: passed to a source that is a function, else to datasets.load_dataset (`split`: "train").
     Raises:
         FileNotFoundError: there is no such file or data set.
         ValueError: a row is not an object, a line is not JSON, or an argument does not fit the source.

@@ -293,7 +293,7 @@ class RewardPool(contextlib.AbstractContextManager["RewardPool"]):
     def require_columns(self, columns: Sequence[str]) -> None:
         """Raise RewardError if a required argument of a function is not in `columns`, the data's columns.
 
-        In later calls, a column that no row of a batch has is passed as a list of None.
+        In later calls, if no row of a batch has a column, a list of None is passed for it.
         """
         self._columns = tuple(columns)
         self._each(lambda worker: worker.require_columns(columns))
