@@ -1,4 +1,4 @@
-"""Choose how a model is computed, and check the choice against transformers on single sequences."""
+"""Choose how a model is computed. Check it against the transformers library, one sequence at a time."""
 
 import inspect
 import logging

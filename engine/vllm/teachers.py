@@ -1,6 +1,6 @@
 """Teachers in vLLM. They compute top-kappa log-probabilities at each response token (pooler.py).
 
-LoRA teachers of one base share an engine. The base and each adapter score in separate calls, because vLLM on
+LoRA teachers of one base share an engine. The base and each adapter are scored separately, because vLLM on
 a CPU computes wrong values for mixed batches. Prefix caching is off, as cached positions have no output.
 
 Shapes: N response tokens in flat order, M teachers, S = kappa.

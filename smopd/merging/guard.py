@@ -1,9 +1,9 @@
 """The guard chooses the weight merge from which a run starts, by its rewards on training prompts.
 
 A model's gain is the increase of its own reward over the base. The guard rejects a merge that loses more than
-`max_regression` of a model's gain. It tries trimmed sums only if it rejects all untrimmed sums, because
-trimming recovers a lost reward but hurts later training (docs/merging.md). Among the accepted merges, it
-chooses the one with the largest weighted sum of rewards.
+`max_regression` of a model's gain. Trimming recovers a lost reward, but it hurts later training
+(docs/merging.md). The guard therefore tries trimmed merges only if it rejects all others. Among the accepted
+merges, it chooses the one with the largest weighted sum of rewards.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The judge of API-Bank, which receives the paper's prompt for each response without an exact match.
+"""The judge of API-Bank. It receives the paper's prompt for each response that matches no answer exactly.
 
 Its answers are cached on disk under a hash of the whole request. A request without an answer counts as
 failed, and the next run sends it again.
@@ -39,7 +39,7 @@ _JUDGMENT = re.compile(r"[ \t*]*Judgment[ \t*]*:(.*)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class JudgeSettings:
-    """The endpoint that judges responses without an exact match."""
+    """The endpoint that judges responses that match no answer exactly."""
 
     url: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None
     """URL of an OpenAI-compatible endpoint, including /v1. Without a URL, nothing is judged."""
