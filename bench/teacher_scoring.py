@@ -1,4 +1,4 @@
-"""Compare scoring with a teacher by vLLM's prompt_logprobs, our pooler in vLLM, and the local engine.
+"""Compare ways to score with a teacher: vLLM's prompt_logprobs, our pooler in vLLM, and the local engine.
 
     python -m bench.teacher_scoring --model FOLDER [--tokens 512 2048] [--prompt 8] [--dtype bfloat16]
 

@@ -180,7 +180,7 @@ class Plan:
             yield Need("teachers' weights", dict.fromkeys(RUNNING, weights), f"{len(held)} models")
 
     def _vllm(self, held: int) -> Iterator[Need]:
-        """Yield the needs of the vLLM engines, in the order of creation. `held`: bytes of the student."""
+        """Yield the vLLM engines' needs, in order of creation. `held`: the student's bytes at that time."""
         rollout, teachers = self.own.rollout, self.own.teachers
         wanted: dict[tuple[str, ModelNumbers], tuple[Vllm, str]] = {}
         if rollout.engine == "vllm" and not rollout.urls:

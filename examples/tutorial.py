@@ -63,8 +63,8 @@ plt.show()
 # %% [markdown]
 # ## Train
 #
-# The next cell trains one teacher per reward, then both kinds of merge. The prompts, the rewards and a tiny
-# model come from the quickstart's recipe.
+# The next cell trains two runs without teachers, one teacher per reward, and both kinds of merge. The
+# prompts, the rewards and a tiny model come from the quickstart's recipe.
 
 
 # %%

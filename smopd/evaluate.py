@@ -183,7 +183,7 @@ def write_items(
 
 
 def show(suite: Suite, title: str, label: str, content: Mapping[str, Any], counts: Mapping[str, int]) -> None:
-    """Print a table. Its rows are the paper's, if given, and one of values with intervals and `counts`."""
+    """Print a table with the paper's rows, if given, and one row of values with intervals and `counts`."""
     table = Table("responses", title=Text(title))
     for column in suite.columns:
         table.add_column(Text(column.heading), justify="right", no_wrap=True)

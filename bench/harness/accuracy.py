@@ -15,7 +15,7 @@ from torch import Tensor
 from bench.harness.types import Expected, Outputs, Provider
 
 LOGP = 2e-5  # bound of log-probabilities and losses, in nats
-CANCELLATION = 2.0**-20  # bound of a gradient, relative to the terms whose difference it is
+CANCELLATION = 2.0**-20  # added to a gradient's bound, relative to the terms whose difference it is
 ULPS = {torch.float32: 4, torch.bfloat16: 1, torch.float16: 1}
 LINEAR_NORM = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # bound in norm after a GEMM
 WORST_ROW = 16.0  # a row may be off by this many times the bound in norm, relative to the mean row
@@ -57,7 +57,7 @@ def _aligned(got: Tensor, expected: Expected) -> tuple[Tensor, Tensor]:
 
 
 def _distance(got: Tensor, value: Tensor, expected: Expected, provider: Provider) -> tuple[float, float]:
-    """Return the largest error (relative to the norm if the bound is, too) and its ratio to the bound."""
+    """Return the largest error (for our bounds in norm, the relative norm) and its share of the bound."""
     difference = torch.where(got == value, 0.0, (got - value).abs())  # equal infinities are no error
     size = float(value.norm().clamp(min=1e-30))
     if provider.kind != "ours":

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 HEADER = ("operation and case", "provider", "ms", "p20 to p80", "x eager", "of ceiling", "MiB", "error")
-"""error: the largest error without gradients, in nats. For a linear head, it is relative to the norm."""
+"""error: the largest error except of gradients, in nats. For our linear heads, it is relative to the norm."""
 
 
 @functools.cache

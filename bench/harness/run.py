@@ -34,7 +34,7 @@ HEAD_START_CYCLES = 10_000_000  # about five milliseconds, in which the host enq
 class Clock:
     """A timer for pytest-benchmark that advances only by the time of calls made through `time`.
 
-    So the measured times exclude the flush of the cache before each call.
+    So the measured times exclude what precedes a call: the preparation of its inputs and the cache flush.
     """
 
     def __init__(self, device: str) -> None:

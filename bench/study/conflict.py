@@ -20,7 +20,7 @@ def coverage_reward(
 def brevity_reward(
     prompts: Sequence[Any], completions: Sequence[str], *, longest: int = 160, **columns: Any
 ) -> list[float]:
-    """Return 1 - length / `longest`, at least 0. Return 0 without a tool call, so silence does not win."""
+    """Return 1 - characters / `longest`, at least 0. Return 0 without a call, so silence does not win."""
     return [
         1.0 - min(len(completion), longest) / longest if _calls(completion) else 0.0
         for completion in completions

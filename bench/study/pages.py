@@ -6,7 +6,7 @@ A page marks a table with a comment. The lines between this comment and the end 
     <!-- across EXPERIMENT COLUMN -->
     <!-- end -->
 
-COLUMN and RUN are as in `table` and `across` of bench.study.results. If they are omitted, all are shown.
+COLUMN and RUN are as in `table` and `across` of bench.study.results. A table without them shows all.
 """
 
 from __future__ import annotations

@@ -283,7 +283,7 @@ def _found(results: Sequence[Result], run: str, reward: str) -> str:
 
 
 def figure(path: Path, results: Sequence[Result], runs: Sequence[str], rewards: tuple[str, str]) -> None:
-    """Draw two charts: held-out sampled rewards, one dot per seed, and the training sum by total steps."""
+    """Draw held-out sampled rewards, one dot per seed, and the mean training sum by total steps."""
     import matplotlib
 
     matplotlib.use("agg")

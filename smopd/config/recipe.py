@@ -65,7 +65,7 @@ for _name, _pattern in _RESOLVERS.items():
 
 
 def load(name: str) -> Recipe:
-    """Read a recipe, merged over those that it extends. Null removes a run. Raise Mistakes on an error."""
+    """Read a recipe, merged over those that it extends. Null removes an inherited run. Raises Mistakes."""
     return _load(_find(name, Path()), ())
 
 

@@ -22,7 +22,7 @@ Wrong = Iterator[tuple[str, str]]
 
 
 def check(settings: Settings, origin: dict[Keys, str]) -> list[str]:
-    """Return one line per mistake. Runs and files are checked only if the rest of the recipe is valid."""
+    """Return one line per mistake. Resolved runs and files are checked only if the recipe is valid so far."""
 
     def lines(own: Settings, found: Wrong, run: str = "") -> list[str]:
         """Return one line per mistake. It names the run's `set` if that has the section, else the recipe."""

@@ -39,7 +39,7 @@ class Source(Section):
     """Rows of prompts: jsonl, json, parquet, csv or arrow files, a folder, a hub id, or a function."""
 
     source: str
-    """A file, a pattern of files, a folder (also of save_to_disk), a hub id, or `package.module:function`."""
+    """A file, file pattern, folder (of files or save_to_disk), hub id, or `package.module:function`."""
     map: ImportPath | None = None
     """`package.module:function` that returns a new row, or None to drop the row."""
     kwargs: dict[str, Any] = Field(default={})
@@ -252,7 +252,7 @@ class RolloutSettings(Section):
     dtype: Dtype = "float32"
     environment: Literal["trl", "verifiers"] | ImportPath | None = None
     """The environment that answers responses in conversations (docs/multi_turn.md): a class with the methods
-    of `Environment` in smopd/rewards/environments.py. `trl` or `verifiers` adapts a class written for it."""
+    of `Environment` in smopd/rewards/environments.py. `trl` and `verifiers` adapt environments for these."""
     environment_kwargs: dict[str, Any] = Field(default={})
     """Keyword arguments of the environment's class."""
     environment_seconds: float = Field(default=60.0, gt=0)

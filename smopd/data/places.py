@@ -100,7 +100,7 @@ def located(given: str | os.PathLike[str]) -> Path:
     """Return the path that a short name stands for, or else the given path, which may not exist.
 
     Raises:
-        FileNotFoundError: the data of a short name is absent. The message gives the command for it.
+        FileNotFoundError: the data of a short name is absent. The message has the command that fetches it.
     """
     name = os.fspath(given)
     if name not in short_names():

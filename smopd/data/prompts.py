@@ -215,7 +215,7 @@ def load_prompts(
         chat_template_kwargs: further arguments of the chat template, such as {"enable_thinking": False}.
         completion_column: column with the responses of demonstrations, as text. Column names that are
             reserved for rewards are then allowed.
-        share: function that runs the check of rows from files, such as `on_rank0`, which runs it on one rank.
+        share: runs the check of rows from files, for example on one rank of each host (see `on_rank0`).
     Raises:
         FileNotFoundError: there is no such source.
         ValueError: a row is invalid (or too long, with overlong="error"), a column has a reserved name, or no

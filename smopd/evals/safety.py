@@ -25,7 +25,7 @@ _HEADINGS = {
     for part, heading in {"useful": "U.", "harmless": "H.", "avg": "Avg"}.items()
 }
 _HEADINGS |= {"useful": "Useful", "harmless": "Harmless", "overall": "Overall Avg"}
-# In the paper, safe_align and gate_safe have all columns, anchor_ablation and opd_ablation only the last 3.
+# In the paper, tables safe_align and gate_safe have all columns, anchor_ablation and opd_ablation the last 3.
 COLUMNS = tuple(Column(key, heading, digits=3) for key, heading in _HEADINGS.items())
 
 ScoreFunction = Callable[[Sequence[Sequence[Message]], Sequence[str]], Sequence["float | None"]]
@@ -110,7 +110,7 @@ class SafetyEvaluation(Evaluation):
     max_tokens: int = 2048
     """Maximum length, in tokens, of a chat with its response for the preference models."""
     batch_tokens: int = 16_384
-    """Maximum number of tokens to score at once, including padding."""
+    """Maximum number of tokens to score at once, including padding. A longer chat is scored alone."""
     device: str | None = None
     """Device of the preference models, such as cuda:1. Default: the GPU if there is one."""
 
@@ -149,7 +149,7 @@ def load_safety_items(data: str | Path) -> list[Item]:
 
 
 def prompt_messages(row: Mapping[str, Any], source: str, index: int) -> tuple[Message, ...]:
-    """Return the chat messages of a row's `prompt`. Raise ValueError if the last is not the user's."""
+    """Return a row's `prompt`, which must be chat messages that end with the user's, or raise ValueError."""
     try:
         chat = row_content(dict(row), "prompt")
         if isinstance(chat, str) or chat[-1]["role"] != "user":

@@ -165,7 +165,7 @@ def require_at_least(options: Any, prefix: str = "--", **least: int) -> None:
 
 
 def group_files(data: Path, names: Mapping[str, str], what: str) -> dict[str, Path]:
-    """Map each group to its file in the folder `data`, or one group to the file `data`. Errors use `what`."""
+    """Map each group to its file in folder `data`, or one group to file `data`. Errors begin with `what`."""
     expected = ", ".join(names.values())
     if data.is_file():
         found = {group: data for group, name in names.items() if name == data.name}

@@ -1,4 +1,4 @@
-"""Adapter of environments for TRL's `environment_factory`, for `rollout.environment: trl`."""
+"""Adapter for environments that are written for TRL's `environment_factory` (`rollout.environment: trl`)."""
 
 from __future__ import annotations
 

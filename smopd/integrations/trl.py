@@ -230,7 +230,7 @@ class SeveralTeachers:
             return ops.linear_smopd_loss(hidden_ND, weight_VD, tokens, objective, **options)
 
     def log_means(self: Any, stats: LossStats, **columns: Tensor) -> None:
-        """Log means of `columns` and of the mixture over all ranks' tokens. Call this after forward."""
+        """Log means of `columns` and of the mixture's values over all ranks' tokens. Call after forward."""
         columns |= {"opd/kl": stats.kl_N, "opd/teacher_mass": stats.teacher_mass_N}
         columns["opd/student_mass"] = stats.student_mass_N
         sums = torch.stack([torch.ones_like(stats.kl_N).sum(), *(x.float().sum() for x in columns.values())])

@@ -1,4 +1,4 @@
-"""Adapter of environments of verifiers 0.1, for `rollout.environment: verifiers`, and of their rows.
+"""Adapter for the environments of verifiers 0.1 (`rollout.environment: verifiers`) and for their rows.
 
 The environment's own rollout runs unchanged. Its client passes each prompt to the policy and waits.
 """

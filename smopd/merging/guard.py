@@ -103,7 +103,7 @@ def _name(merge: Merge, parts: Sequence[Part]) -> str:
 def judged(
     rows: Sequence[tuple[Candidate, Rewards]], models: Sequence[MergedModel], weights: Rewards
 ) -> list[Judged]:
-    """Return the guard's verdict on each of `rows`: first the candidates of `alone`, then sums.
+    """Return the guard's verdict on each of `rows`, which are the candidates of `alone`, followed by sums.
 
     A sum is accepted if it loses at most max_regression of each model's gain and scores at least as high as
     every accepted baseline. weights: the run's weight of each reward.

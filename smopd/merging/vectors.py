@@ -134,7 +134,7 @@ def combined(changes: Sequence[tuple[Tensor, Part]]) -> Tensor:
 
 
 def trimmed(change: Tensor, keep: float) -> Tensor:
-    """Keep the round(keep * n) entries with the largest magnitude, of n. Set the others to 0."""
+    """Of n entries, keep the round(keep * n) with the largest magnitude. Set the others to 0."""
     n = round(keep * change.numel())
     if n >= change.numel():
         return change

@@ -54,8 +54,8 @@ def texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
 def add_teachers(records: list[Record], tokenizer: PreTrainedTokenizerBase, topk: TeacherTopK) -> None:
     """Add to each sampled token the teachers' top tokens and log-ratios.
 
-    A teacher's log-ratio is log(p / mean), where p is its probability of the token, and mean that of p over
-    the teachers.
+    A teacher's log-ratio is log(p / q), where p is its probability of the token, and q is the mean of p over
+    all teachers.
     """
     logp_TM = topk.token_logps_NM.double().cpu()
     ratio_TM = logp_TM - logp_TM.logsumexp(-1, keepdim=True) + math.log(logp_TM.shape[1])

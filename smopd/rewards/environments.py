@@ -50,7 +50,7 @@ class Environment(Protocol):
 
 
 class Answer(NamedTuple):
-    """An environment's reply. `messages` is None if the environment ended the conversation or failed."""
+    """An environment's reply. `messages` is None after `begin`, at the conversation's end, or on failure."""
 
     messages: list[dict[str, Any]] | None = None
     failure: str = ""

@@ -35,7 +35,7 @@ FACTORY = (
 
 
 class BadSignature(ValueError):
-    """A function can never score, because an argument is not a column or because it returns a function."""
+    """A function can never score, for example because an argument is no column or it returns a function."""
 
 
 @dataclass(frozen=True)

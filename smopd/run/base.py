@@ -76,7 +76,7 @@ def initial_model(settings: Settings, folder: Path) -> str:
 
 
 def _require_as_saved(factory: str, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Raise ValueError if the saved model is unusable, or if its tokenizer differs from `tokenizer`."""
+    """Raise ValueError if the saved model is unusable, or its tokenizer encodes PROBE unlike `tokenizer`."""
     saved = load_tokenizer(folder)
     require_usable(folder, saved)
     if saved(PROBE)["input_ids"] != tokenizer(PROBE)["input_ids"]:

@@ -2,7 +2,7 @@
 
 All conversations of a rank advance together. In each turn, the engine samples a response in every
 conversation, and then the environment answers them all. Sampled tokens are kept as they are. Only the text
-between two responses is tokenized. The chat template adds it, including the next generation prompt.
+between two responses is tokenized: the answer and the next generation prompt, in the chat template's form.
 """
 
 from __future__ import annotations

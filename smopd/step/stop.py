@@ -78,7 +78,7 @@ class Stop:
 
     @contextmanager
     def postponed(self) -> Iterator[None]:
-        """Inside the context, only record signals. When the outermost one ends, raise Stopped for them."""
+        """Inside the context, only record signals. Raise Stopped for them when the outermost context ends."""
         before, self._postponed = self._postponed, True
         try:
             yield

@@ -36,7 +36,7 @@ class TeacherScores:
 
 @dataclass(frozen=True)
 class TeacherScoring:
-    """Scorer of batches by the frozen models, in `thread` if they can run in parallel with the student."""
+    """Scores batches with the frozen models, in `thread` if they can run in parallel with the student."""
 
     settings: Settings
     teachers: TeacherEngine | None
