@@ -103,7 +103,8 @@ def redacted(value: Any, name: str = "", known: list[str] | None = None) -> Any:
     """Redact values of secret names and, except in an import path, whatever `without_secrets` redacts."""
     secret, known = _SECRET_NAME.fullmatch(name), _of_environment() if known is None else known
     if isinstance(value, dict):
-        mine = {key: name if secret else str(key) for key in value}
+        given = name.rpartition(".")[0] or name.endswith("kwargs")  # a user's names mean nothing to us
+        mine = {key: name if secret else f"kwargs.{key}" if given else str(key) for key in value}
         if name == "runs":  # a run may be called token
             mine |= {key: "" for key, inner in value.items() if isinstance(inner, dict)}
         return {key: redacted(inner, mine[key], known) for key, inner in value.items()}

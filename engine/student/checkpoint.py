@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -174,7 +174,8 @@ def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
     digests = {}
     for path in _share(sorted(path for path in folder.rglob("*") if path.is_file())):
         if path not in (manifest, digest):
-            path.chmod(folder.stat().st_mode & 0o666)  # safetensors lets only the owner read its files
+            with suppress(OSError):  # SMB and FUSE refuse it
+                path.chmod(folder.stat().st_mode & 0o666)  # safetensors lets only the owner read its files
             flush(path)
             digests[str(path.relative_to(folder))] = file_digest(path)
     gathered = distributed.gather_objects(digests)

@@ -27,14 +27,13 @@ def attach(model: PreTrainedModel, lora: Lora) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ImportError(f"lora: needs the package peft ({error})") from error
-    base = Path(model.name_or_path).expanduser()
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         target_modules=_targets(model, lora.targets),
         bias="none",
         task_type="CAUSAL_LM",
-        base_model_name_or_path=str(base.resolve()) if base.is_dir() else model.name_or_path,
+        base_model_name_or_path=model.name_or_path,
     )
     try:
         inject_adapter_in_model(config, model, ADAPTER)

@@ -7,6 +7,7 @@ import os
 import sys
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pooch
@@ -78,7 +79,7 @@ def fetch_file(file: File, upstream: str, folder: Path) -> None:
         elif file.sha256 is None and (got := sum_of(folder / arrived, file)) != file.git_sha1:
             (folder / arrived).unlink()
             raise ValueError(f"has {got}, expected {file.git_sha1}; nothing was kept")
-        if (folder / arrived).exists():  # pooch's files are readable only by their owner
+        with suppress(OSError):  # pooch's files are readable only by their owner; SMB and FUSE refuse it
             (folder / arrived).chmod(folder.stat().st_mode & 0o666)
     except (requests.RequestException, ValueError) as error:
         again = ", and run this command again" if file.rows_sha256 else ""

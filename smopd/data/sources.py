@@ -224,8 +224,10 @@ def _read_arrow(path: Path, paths: Sequence[Path], **options: Any) -> Sequence[R
         if not any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
             return _arrow_rows(load_dataset(str(path.absolute()), split=split or "train", **options))
         found = load_from_disk(path)
-        if unknown := [*options, *(["split"] if split and not isinstance(found, DatasetDict) else [])]:
-            raise ValueError(f"it takes no {unknown[0]!r}")
+        if split not in (None, "train") and not isinstance(found, DatasetDict):
+            options["split"] = split
+        if options:
+            raise ValueError(f"it takes no {next(iter(options))!r}")
         return ArrowRows(found[split or "train"] if isinstance(found, DatasetDict) else found)
     except Exception as error:  # pyarrow, pandas and datasets have different exceptions
         why = str(error.__cause__ or error).partition("\n")[0]

@@ -9,7 +9,7 @@ import logging
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby, permutations
 from pathlib import Path
@@ -114,7 +114,8 @@ class TaskVectors:
             ignore = shutil.ignore_patterns(*NOT_COPIED)
             shutil.copytree(self.base.folder, partial, dirs_exist_ok=True, ignore=ignore)
             for place in (partial, *(each for each in partial.rglob("*") if each.is_dir())):
-                place.chmod(place.stat().st_mode | 0o700)  # the base may be read-only
+                with suppress(OSError):  # SMB and FUSE refuse it
+                    place.chmod(place.stat().st_mode | 0o700)  # the base may be read-only
             merged = self.merged(chosen)
             for file, weights in groupby(merged, key=lambda weight: self.base.file_of[weight[0]]):
                 tensors = {name: on_cpu(value) for name, value in weights}

@@ -29,13 +29,13 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from multiprocessing.connection import Connection
 from select import poll
 from typing import Any
 
 from smopd.engine.errors import UserCodeError
 from smopd.engine.process import adopt_orphans, die_with_parent, kill_below
+from smopd.names import IDS_COLUMN
 from smopd.rewards.environments import EnvironmentHost
 from smopd.rewards.forms import FACTORY, BadSignature, CompletionForm, RewardFunction
 
@@ -93,11 +93,16 @@ class RewardHost:
             self.function.require_columns(*request)
             return []
         prompts, completions, columns, conversations = request
-        own = {name: list(map(deepcopy, values)) for name, values in columns.items()}  # responses share them
-        result = self.function(list(map(deepcopy, prompts)), completions, own, conversations)
+        own = {name: copies(values) for name, values in columns.items() if name != IDS_COLUMN}
+        result = self.function(copies(prompts), completions, {**columns, **own}, conversations)
         if inspect.isawaitable(result):
             result = loop.run_until_complete(asyncio.ensure_future(result, loop=loop))
         return numbers(result)
+
+
+def copies(values: Sequence[Any]) -> list[Any]:
+    """Return a copy of each value, because the responses to one prompt share them."""
+    return [value if isinstance(value, str) else pickle.loads(pickle.dumps(value, 5)) for value in values]
 
 
 HOSTS: dict[str, Any] = {"reward": RewardHost, "environment": EnvironmentHost}

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import yaml
 
-from smopd.engine.errors import Failure, UnusableInput
+from smopd.engine.errors import Failure, UnusableInput, UserCodeError
 from smopd.record.progress import say_error
 
 MISTAKES = (Failure, ValueError, OSError, RecursionError, yaml.YAMLError)
@@ -28,7 +28,7 @@ def error_context(setting: str) -> Iterator[None]:
     """Convert errors about an input to UnusableInput, with the name of the setting."""
     try:
         yield
-    except (ValueError, ImportError, OSError) as error:
+    except (ValueError, ImportError, OSError, UserCodeError) as error:
         raise UnusableInput(f"{setting}: {error}") from error
     except MemoryError as error:
         raise UnusableInput(f"{setting}: needs more memory than this process has") from error

@@ -162,8 +162,9 @@ def changes(folder: Path, settings: Settings) -> list[Change]:
         else:
             was, now = settings_of(before, name), settings_of(settings, name)
             keys = [key for key in sorted({*was, *now}) if warm or name != BASE or key.startswith(UNTRAINED)]
-            pairs = {key: (repr(was.get(key, ABSENT)), repr(now.get(key, ABSENT))) for key in keys}
-            differing = [key for key in keys if len({*pairs[key]}) > 1]  # as texts, in which NaN equals NaN
+            keys = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
+            pairs = {key: (was.get(key, ABSENT), now.get(key, ABSENT)) for key in keys}
+            differing = [key for key, (a, b) in pairs.items() if a != b and repr(a) != repr(b)]  # NaN is NaN
             found += [Change(name, key, was.get(key), now.get(key)) for key in differing]
     return found
 
@@ -234,7 +235,7 @@ def record_changes(
         fields = {"setting": each.setting, "was": each.was, "now": each.now}
         JsonlLog(run / "changes.jsonl").write({"step": step, **fields})
         if not (each.lengthens or each.setting.startswith(VERSIONS)):
-            if step == 0 and not started:  # so that the guard begins anew
+            if step == 0 and not started and done_steps(settings, each.run) is None:  # the guard begins anew
                 shutil.rmtree(run / "start", ignore_errors=True)
                 (run / "merge.json").unlink(missing_ok=True)
             for name in ("evaluation.json", "responses.jsonl"):
@@ -278,7 +279,7 @@ def write_settings(
         stale = last and evaluation_differs(folder, settings, parts)
         compare_inputs(folder, settings, parts, change=change)
         if stale:
-            evaluation.unlink()
+            evaluation.unlink(missing_ok=True)
         record_changes(folder, settings, changes(folder, settings))
         write_atomically(folder / "config.yaml", write_yaml(settings, public=True).encode())
         if not (folder / "environment.json").exists():

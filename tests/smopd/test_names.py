@@ -94,10 +94,21 @@ def test_what_is_no_secret_is_kept(monkeypatch):
 
 def test_a_secret_in_a_run_that_is_named_as_one_is_hidden():
     def runs(secret):
-        kwargs = {"password": secret, "url": f"http://h/v1?api_key={secret}"}
+        kwargs = {
+            "password": secret,
+            "url": f"http://h/v1?api_key={secret}",
+            "runs": {"password": {"db": secret}},
+        }
         return {"runs": {"token": {"stage": "train", "set": {"rollout": {"environment_kwargs": kwargs}}}}}
 
     assert redacted(runs(NOT_SAID)) == runs(REDACTED)
+
+
+def test_a_users_arguments_hold_no_import_paths_of_ours(monkeypatch):
+    monkeypatch.setenv("MY_API_TOKEN", NOT_SAID)
+    assert redacted({"kwargs": {"target": f"admin:{NOT_SAID}"}}) == {
+        "kwargs": {"target": f"admin:{REDACTED}"}
+    }
 
 
 def test_settings_are_written_without_secrets():

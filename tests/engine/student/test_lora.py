@@ -1,5 +1,7 @@
 """Adapters: gradients, the frozen base, files for peft, and merged weights."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -11,6 +13,7 @@ from smopd.engine.local.teachers import held_already
 from smopd.engine.settings import Lora
 from smopd.engine.student.checkpoint import Checkpoints
 from smopd.engine.student.student import Student
+from smopd.engine.weights.adapters import read_adapter
 from tests.engine.models.families import family
 from tests.engine.student.training import NLL, TOKENS, advance, loss_tokens, make_student, settings_of
 from tests.engine.tiny import plain_logps, ragged_rollouts, tiny_model
@@ -97,12 +100,16 @@ def test_merged_weights_and_the_adapter_on_its_base_agree(tmp_path, device, tied
     torch.testing.assert_close(trained.logps(rollouts, 1.0), expected_N, rtol=1e-4, atol=1e-5)
 
 
-def test_an_adapter_names_its_base_wherever_it_is_read(tmp_path, device, monkeypatch):
+def test_an_adapter_of_a_run_has_its_base_wherever_the_runs_are(tmp_path, device, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tiny_model().save_pretrained("base")
-    trained = Student(AutoModelForCausalLM.from_pretrained("base"), settings_of(lora=LORA), device)
-    config = peft.PeftConfig.from_pretrained(trained.adapter(tmp_path / "adapter"))
-    assert config.base_model_name_or_path == str(tmp_path / "base")
+    tiny_model().save_pretrained("runs/base/export")
+    trained = Student(
+        AutoModelForCausalLM.from_pretrained("runs/base/export"), settings_of(lora=LORA), device
+    )
+    trained.adapter(Path("runs/teacher/export/adapter"))
+    assert read_adapter("runs/teacher/export/adapter").base == "runs/base/export"
+    Path("runs").rename("moved")
+    assert read_adapter("moved/teacher/export/adapter").base == str(tmp_path / "moved/base/export")
 
 
 def test_what_cannot_be_adapted_is_refused(device):

@@ -119,6 +119,7 @@ def test_saved_data_sets_and_arrow_files(tmp_path):
     assert load_rows(str(tmp_path / "one")) == load_rows(str(tmp_path / "two")) == ROWS
     assert load_rows(str(tmp_path / "two"), kwargs={"split": "test"}) == ROWS[1:]
     assert load_rows(str(tmp_path / "one" / "*.arrow")) == ROWS
+    assert load_rows(str(tmp_path / "one"), kwargs={"split": "train"}) == ROWS, "as by default"
     for name, kwargs, why in (
         ("two", {"split": "dev"}, "split 'dev'"),
         ("one", {"split": "test"}, r".*takes no 'split'"),

@@ -78,8 +78,9 @@ def test_settings_are_read_in_any_locale(tmp_path):
         (MADE, settings_of(scoring={"special_tokens": False}), ["scoring.special_tokens"]),
         (with_kwargs(), with_kwargs(limit=None), ["rewards.0.kwargs.limit"]),
         (with_kwargs(limit=math.nan), with_kwargs(limit=math.nan), []),
+        (with_kwargs(limit=1), with_kwargs(limit=1.0), []),
     ],
-    ids=["special tokens", "null for nothing", "the same NaN"],
+    ids=["special tokens", "null for nothing", "the same NaN", "an equal number"],
 )
 def test_settings_that_differ_are_noticed_and_no_others(tmp_path, before, now, found):
     (tmp_path / "student/export").mkdir(parents=True)
@@ -163,6 +164,15 @@ def test_the_bases_evaluation_goes_with_settings_of_its_prompts_and_texts(tmp_pa
     assert (tmp_path / "base/evaluation.json").exists() == stays
 
 
+def test_changed_code_of_the_base_and_its_evaluation_removes_the_evaluation_once(tmp_path):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/evaluation.json").touch()
+    for code in "12":
+        parts = {key: {"mine": code} for key in ("model.factory code", "rewards.0.function")}
+        write_settings(tmp_path, MADE, lambda: parts, change=True)  # noqa: B023
+    assert not (tmp_path / "base/evaluation.json").exists()
+
+
 def test_a_refused_command_keeps_the_bases_evaluation(tmp_path):
     for run in ("student", "base"):
         (tmp_path / run).mkdir()
@@ -186,6 +196,10 @@ def test_a_changed_run_begins_its_guard_anew_until_it_has_a_checkpoint(tmp_path)
     assert kept("longer", {"loop": {"steps": 9}}) == ["start", "merge.json"]
     assert kept("saved", {"seed": 5}, "checkpoints/step_00000001") == ["start", "merge.json"]
     assert kept("guarded", {"seed": 5}) == []
+    (tmp_path / "done/student").mkdir(parents=True)
+    (tmp_path / "done/student/done.json").write_text('{"steps": 0}')
+    done = {"output": str(tmp_path / "done"), "seed": 5}
+    assert kept("done", done) == ["start", "merge.json"], "a merge without steps is finished"
 
 
 def test_a_run_keeps_the_start_that_it_already_uses(tmp_path):
