@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,9 +76,10 @@ def read_adapter(path: str | Path) -> Adapter | None:
     base = config.get("base_model_name_or_path")
     if not base or not isinstance(base, str):
         raise UnusableModel(f"adapter {path}: base_model_name_or_path is {base!r}, expected its model")
-    moved = folder.joinpath("../../..", *Path(base).parts[-2:]).resolve()  # of a run: FOLDER/base/export
-    if moved.is_dir() and not Path(base).expanduser().is_dir():
-        base = str(moved)
+    with suppress(OSError, ValueError, RuntimeError):  # no path, or no such user
+        moved = folder.joinpath("../../..", *Path(base).parts[-2:]).resolve()  # of a run: FOLDER/base/export
+        if moved.is_dir() and not Path(base).expanduser().is_dir():
+            base = str(moved)
     given = config.get("target_modules") or []
     targets = [given] if isinstance(given, str) else given
     if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
