@@ -224,7 +224,7 @@ def begun(worker, *names: str) -> list[str]:
     return [each.failure for each in worker.ask({i: {"prompt": n} for i, n in enumerate(names)}, begin=True)]
 
 
-def told(worker, *names: str) -> dict[str, str | None]:
+def replies(worker, *names: str) -> dict[str, str | None]:
     """Return the first message to each conversation, why there is none, or None at its end."""
     answers = worker.ask({i: {"role": "assistant", "content": "hi"} for i in range(len(names))})
     shown = [each.failure or (each.messages and each.messages[0]["content"]) for each in answers]
@@ -240,21 +240,21 @@ def test_a_conversation_that_fails_leaves_the_others(environments):
     names = ["cannot begin", *hang, "fine", "exits", "floods", "mumbles", "is silent"]
     assert begun(worker, *names) == ["exception", *[""] * (len(names) - 1)]
     expected = dict.fromkeys(names, "exception") | dict.fromkeys(hang, "timeout")
-    assert told(worker, *names) == expected | {"fine": "3"}
+    assert replies(worker, *names) == expected | {"fine": "3"}
     begun(worker, "fine")
-    assert told(worker, "fine") == {"fine": "3"}
-    assert told(worker, "fine") == {"fine": None}
+    assert replies(worker, "fine") == {"fine": "3"}
+    assert replies(worker, "fine") == {"fine": None}
     begun(worker, "fine", "dies")
-    assert told(worker, "fine", "dies") == dict.fromkeys(["fine", "dies"], "worker_died")
+    assert replies(worker, "fine", "dies") == dict.fromkeys(["fine", "dies"], "worker_died")
     begun(worker, "fine")
-    assert told(worker, "fine") == {"fine": "3"}, "in a new process"
+    assert replies(worker, "fine") == {"fine": "3"}, "in a new process"
 
 
 @pytest.mark.parametrize("name", ["Fails", "Waits"])
 def test_a_timeout_that_an_environment_raises_is_its_own_error(environments, caplog, name):
     worker = environments.of(settings_of(environment=f"talkers:{name}"))
     begun(worker, "gives up")
-    assert told(worker, "gives up") == {"gives up": "exception"}
+    assert replies(worker, "gives up") == {"gives up": "exception"}
     assert "TimeoutError: the database did not answer" in caplog.text
 
 
@@ -276,7 +276,7 @@ def test_async_environments_and_ones_that_cannot_be_loaded(environments):
     worker = environments.of(settings_of(environment="talkers:Waits", environment_seconds=1.0))
     names = ["hangs", *map(str, range(50))]
     begun(worker, *names)
-    assert told(worker, *names) == dict.fromkeys(names, "3") | {"hangs": "timeout"}
+    assert replies(worker, *names) == dict.fromkeys(names, "3") | {"hangs": "timeout"}
     with pytest.raises(RewardError, match=r"rollout.environment: cannot load 'talkers:Nobody'"):
         environments.of(settings_of(environment="talkers:Nobody"))
 
