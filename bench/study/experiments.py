@@ -24,6 +24,8 @@ class Experiment:
     """The run with which the other runs are compared."""
     teachers: str | None = None
     """Name of an experiment whose runs of the same seed are the teachers, one per reward."""
+    served: bool = False
+    """Whether the teachers answer from servers, which need vLLM."""
 
     @property
     def path(self) -> Path:
@@ -63,5 +65,8 @@ EXPERIMENTS = {
     "merging_snips": Experiment("merging_snips", baseline="sequential"),
     "wide_teachers": Experiment("wide_teachers", baseline="format_teacher"),
     "wide_students": Experiment("wide_students", baseline="batch_balanced", teachers="wide_teachers"),
+    "wide_served": Experiment(
+        "wide_served", baseline="smopd_paper_balanced", teachers="wide_teachers", served=True
+    ),
     "ablations": Experiment("ablations", baseline="smopd_paper"),
 }

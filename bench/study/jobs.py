@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 from bench.study.experiments import EXPERIMENTS
 from bench.study.results import keep, read
@@ -43,14 +47,21 @@ class Job:
     def kept(self) -> Path:
         return self.results / f"{self.name}.json"
 
-    def command(self) -> list[str]:
+    @property
+    def teachers(self) -> dict[str, str]:
+        """Reward -> folder of its teacher, if another experiment trains the teachers."""
+        if (experiment := EXPERIMENTS[self.experiment].teachers) is None:
+            return {}
+        runs = replace(self, experiment=experiment).folder
+        return {reward: str(runs / f"{reward}_teacher" / "export") for reward in ("accuracy", "format")}
+
+    def command(self, teachers: Mapping[str, str] | None = None) -> list[str]:
+        """Return the command. `teachers` (reward -> path or URL) replaces the property."""
         experiment = EXPERIMENTS[self.experiment]
         where = ["--seed", str(self.seed), "--output", str(self.folder)]
         settings = [*experiment.variants[self.variant]]
         if experiment.teachers:
-            runs = replace(self, experiment=experiment.teachers).folder
-            exports = {each: str(runs / f"{each}_teacher" / "export") for each in ("accuracy", "format")}
-            models = [{"model": export, "reward": each} for each, export in exports.items()]
+            models = [{"model": at, "reward": each} for each, at in (teachers or self.teachers).items()]
             settings += ["--teachers.models", json.dumps(models)]
         return [sys.executable, "-m", "smopd.train", str(experiment.path), *where, *settings]
 
@@ -92,8 +103,15 @@ def _run(job: Job) -> int:
     job.folder.mkdir(parents=True, exist_ok=True)
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
     started = time.monotonic()
-    with (job.folder / "study.log").open("ab") as log:
-        code = subprocess.run(job.command(), stdout=log, stderr=log, env=environment, check=False).returncode
+    with (job.folder / "study.log").open("ab") as log, ExitStack() as servers:
+        teachers = job.teachers
+        if EXPERIMENTS[job.experiment].served:
+            teachers = {
+                reward: servers.enter_context(_server(path, log, environment))
+                for reward, path in teachers.items()
+            }
+        command = job.command(teachers)
+        code = subprocess.run(command, stdout=log, stderr=log, env=environment, check=False).returncode
     if code:
         print(f"{job.name}: failed with {code}, see {job.folder / 'study.log'}", flush=True)
         return code
@@ -101,3 +119,24 @@ def _run(job: Job) -> int:
     keep(job.folder, job.kept, seconds)
     print(f"{job.name}: {seconds:.0f} s", flush=True)
     return 0
+
+
+@contextmanager
+def _server(teacher: str, log: BinaryIO, environment: Mapping[str, str]) -> Iterator[str]:
+    """Serve a teacher inside the context. Return its URL when it answers, or when the server has ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    vocabulary = str(json.loads((Path(teacher) / "config.json").read_text())["vocab_size"])
+    command = [sys.executable, "-m", "smopd.engine.teacher_server", teacher, "--port", port]
+    server = subprocess.Popen([*command, "--vocabulary", vocabulary], stdout=log, stderr=log, env=environment)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while server.poll() is None:
+            with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+                break
+            time.sleep(1)
+        yield url
+    finally:
+        server.terminate()
+        server.wait()
