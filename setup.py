@@ -9,6 +9,7 @@ build without the extension is an error.
 
 import os
 import sys
+import sysconfig
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -65,6 +66,9 @@ def torch_folder() -> Path | None:
 def extensions() -> list[Extension]:
     if MODE == "0":
         say("SMOPD_BUILD_EXT=0")
+        return []
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        say("a free-threaded Python has no limited API")
         return []
     torch = torch_folder()
     if torch is None:
