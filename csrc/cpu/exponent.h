@@ -23,6 +23,9 @@
 #define SMOPD_HAS_CLONES
 #else
 #define SMOPD_CLONES
+#if defined(__x86_64__) && !defined(__AVX2__)
+#warning "smopd._C: this compiler makes no AVX variants; use GCC 12 or later"
+#endif
 #endif
 
 #define SMOPD_INLINE inline __attribute__((always_inline))

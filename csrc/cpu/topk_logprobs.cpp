@@ -133,22 +133,12 @@ Results topk_logprobs_cpu(
 }
 
 // Returns the state of rows before their first piece: bytes (N, sizeof(TopKRow)) and keys (N, key_slots).
+// RunningTopK in kernels/cpp.py passes it to the functions below, which do not check it.
 std::tuple<Tensor, Tensor> topk_begin_cpu(const Tensor& like, int64_t n_rows, int64_t kappa) {
-  const char* op = "topk_begin_cpu";
-  SMOPD_REQUIRE(op, n_rows >= 0 && kappa >= 0, "n_rows and kappa are ", n_rows, " and ", kappa,
-                ", expected at least 0");
   const Tensor rows = make(like, {n_rows, int64_t(sizeof(TopKRow))}, ScalarType::Byte);
   const Tensor keys = make(like, {n_rows, key_slots(kappa)}, ScalarType::Long);
   std::uninitialized_fill_n(static_cast<TopKRow*>(rows.data_ptr()), n_rows, TopKRow(kappa));
   return {rows, keys};
-}
-
-void check_known(const char* op, const Tensor& rows, const Tensor& keys, int64_t kappa) {
-  const bool fits = rows.is_cpu() && rows.dim() == 2 && rows.scalar_type() == ScalarType::Byte &&
-                    rows.size(1) == int64_t(sizeof(TopKRow)) && rows.is_contiguous() && keys.is_cpu() &&
-                    keys.dim() == 2 && keys.scalar_type() == ScalarType::Long &&
-                    keys.size(0) == rows.size(0) && keys.size(1) == key_slots(kappa) && keys.is_contiguous();
-  SMOPD_REQUIRE(op, fits, "rows or keys are not of topk_begin_cpu with kappa ", kappa);
 }
 
 // Adds logits (N, P) of the vocabulary from `first` on. Pieces come in order, and the width of each except
@@ -159,10 +149,6 @@ void topk_piece_cpu(
   const char* op = "topk_piece_cpu";
   const Logits input = read_logits(op, "logits", logits);
   check_temperature(op, "temperature", temperature);
-  check_known(op, rows, keys, kappa);
-  SMOPD_REQUIRE(op, input.rows == rows.size(0), "logits have ", input.rows, " rows, expected ", rows.size(0));
-  SMOPD_REQUIRE(op, first >= 0 && first % kBlockLength == 0, "first is ", first, ", expected a multiple of ",
-                kBlockLength);
   std::vector<int64_t> tokens;
   if (token_ids.has_value()) tokens = read_token_ids(op, *token_ids, input.rows);
   const int64_t* const given = token_ids.has_value() ? tokens.data() : nullptr;
@@ -177,7 +163,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> topk_end_cpu(
     const Tensor& rows, const Tensor& keys, int64_t kappa, bool has_token, double temperature) {
   const char* op = "topk_end_cpu";
   check_temperature(op, "temperature", temperature);
-  check_known(op, rows, keys, kappa);
   const int64_t n_rows = rows.size(0);
   const Results results = results_for(rows, n_rows, kappa, has_token);
   const Tensor valid = make(rows, {n_rows}, ScalarType::Bool);
