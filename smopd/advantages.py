@@ -42,7 +42,6 @@ class Estimator(Protocol):
             lengths_R: number of tokens of each response.
             process_group: the ranks that share the batch, or None if the whole batch is on this rank.
         """
-        ...
 
 
 def grpo(
@@ -67,12 +66,7 @@ def gd2po(
 
 
 def batch_balanced(
-    rewards_RK: Tensor,
-    group_R: Tensor,
-    *,
-    weights_K: Tensor,
-    process_group: dist.ProcessGroup | None,
-    **other: Any,
+    rewards_RK: Tensor, group_R: Tensor, *, weights_K: Tensor, **other: Any
 ) -> tuple[Tensor, Tensor]:
     """GDPO in which each reward's advantage A_k (Eq. 1) is divided by its RMS over the batch (our choice).
 
@@ -81,20 +75,13 @@ def batch_balanced(
     """
     columns = [gdpo_advantages(reward_R1, group_R, whiten=None) for reward_R1 in rewards_RK.split(1, dim=1)]
     square_K = torch.stack(columns, 1).square().sum(0)
-    square_K, scored_K = _sums(torch.stack([square_K, (~rewards_RK.isnan()).sum(0)]), process_group)
+    square_K, scored_K = _reduced(torch.stack([square_K, (~rewards_RK.isnan()).sum(0)]), **other)
     rms_K = (square_K / scored_K.clamp(min=1)).sqrt()
-    weights_K = weights_K / rms_K.clamp(min=RMS_FLOOR)
-    return gdpo(rewards_RK, group_R, weights_K=weights_K, process_group=process_group, **other)
+    return gdpo(rewards_RK, group_R, weights_K=weights_K / rms_K.clamp(min=RMS_FLOOR), **other)
 
 
 def saw(
-    rewards_RK: Tensor,
-    group_R: Tensor,
-    *,
-    weights_K: Tensor,
-    low_K: Tensor,
-    process_group: dist.ProcessGroup | None,
-    **other: Any,
+    rewards_RK: Tensor, group_R: Tensor, *, weights_K: Tensor, low_K: Tensor, **other: Any
 ) -> tuple[Tensor, Tensor]:
     """SAW (arXiv 2606.07705): GDPO with weights proportional to each reward's coefficient of variation.
 
@@ -104,17 +91,14 @@ def saw(
     The reward weights multiply w_k. SAW's code whitens over tokens (`advantage.whiten: tokens`).
     """
     scored_RK = ~rewards_RK.isnan()
-    least_K = least(rewards_RK)
-    if process_group is not None:
-        dist.all_reduce(least_K, op=dist.ReduceOp.MIN, group=process_group)
+    least_K = _reduced(least(rewards_RK), "MIN", **other)
     above_RK = torch.where(scored_RK, rewards_RK - torch.where(low_K.isnan(), least_K, low_K), 0.0)
-    n_K, sum_K = _sums(torch.stack([scored_RK.sum(0), above_RK.sum(0)]), process_group)
+    n_K, sum_K = _reduced(torch.stack([scored_RK.sum(0), above_RK.sum(0)]), **other)
     mean_K = sum_K / n_K.clamp(min=1)
-    square_K = torch.where(scored_RK, above_RK - mean_K, 0.0).square().sum(0)
-    (square_K,) = _sums(square_K[None], process_group)
+    square_K = _reduced(torch.where(scored_RK, above_RK - mean_K, 0.0).square().sum(0), **other)
     cv_K = (square_K / (n_K - 1).clamp(min=1)).sqrt() / (mean_K.abs() + EPSILON)
     weights_K = weights_K * len(cv_K) * cv_K / (cv_K.sum() + EPSILON)
-    return gdpo(rewards_RK, group_R, weights_K=weights_K, process_group=process_group, **other)
+    return gdpo(rewards_RK, group_R, weights_K=weights_K, **other)
 
 
 def dvao(rewards_RK: Tensor, group_R: Tensor, *, weights_K: Tensor, **other: Any) -> tuple[Tensor, Tensor]:
@@ -150,9 +134,11 @@ def least(rewards_RK: Tensor) -> Tensor:
     return torch.cat([filled_RK, filled_RK.new_full((1, filled_RK.shape[1]), torch.inf)]).amin(0)
 
 
-def _sums(values: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:
+def _reduced(
+    values: Tensor, op: str = "SUM", *, process_group: dist.ProcessGroup | None, **other: Any
+) -> Tensor:
     if process_group is not None:
-        dist.all_reduce(values, group=process_group)
+        dist.all_reduce(values, op=getattr(dist.ReduceOp, op), group=process_group)
     return values
 
 

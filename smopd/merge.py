@@ -2,8 +2,9 @@
 
 import re
 import sys
+from itertools import cycle, islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from smopd import extra  # noqa: F401 reports missing packages
 
@@ -40,8 +41,9 @@ def merge(
     """
     if not models:
         raise ValueError("MODEL: none given, expected the models to merge")
-    choices = {"scale": scale, "keep": keep, "exclude": exclude}
-    given = [each_of(name, values, len(models)) for name, values in choices.items()]
+    for name, values in {"scale": scale, "keep": keep, "exclude": exclude}.items():
+        if len(values) not in (1, len(models)):
+            raise ValueError(f"--{name}: got {len(values)} values, expected 1 or {len(models)}")
     if wrong := [share for share in keep if not 0 < share <= 1]:
         raise ValueError(f"--keep: got {wrong[0]:g}, expected a share in (0, 1]")
     if not all(abs(each) <= 1e9 for each in scale):
@@ -76,14 +78,9 @@ def merge(
     for pattern in filter(None, exclude):
         if not any(re.search(pattern, name) for name in vectors.base.shapes):
             raise ValueError(f"--exclude: {pattern!r} matches no tensor of {base}")
-    vectors.write(output, [Part(*part) for part in zip(*given, strict=True)])
+    parts = map(Part, cycle(scale), cycle(keep), cycle(exclude))
+    vectors.write(output, list(islice(parts, len(models))))
     print(f"wrote {output}")
-
-
-def each_of(name: str, values: tuple[Any, ...], n: int) -> tuple[Any, ...]:
-    if len(values) not in (1, n):
-        raise ValueError(f"--{name}: got {len(values)} values, expected 1 or {n}")
-    return values * n if len(values) == 1 else values
 
 
 if __name__ == "__main__":

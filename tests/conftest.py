@@ -95,10 +95,10 @@ def data_set() -> Callable[[str], Path]:
     """
 
     def find(name: str) -> Path:
-        from smopd.data.places import data_folder, data_set, short_names
+        from smopd.data.places import catalogue, data_folder, short_names
 
         inside = short_names().get(name, name)
-        whole = data_set(name.partition("/")[0])
+        whole = catalogue()[name.partition("/")[0]]
         listed = [file.path for file in whole.files if file.upstream]
         asked = listed if inside == whole.name else [inside]
         absent = next((path for path in asked if not (data_folder() / path).is_file()), None)

@@ -9,7 +9,8 @@ from pathlib import Path
 from smopd import extra  # noqa: F401 reports missing packages
 
 # isort: split
-from smopd.data.places import VARIABLE, DataSet, catalogue, data_folder, data_set
+from smopd.data.places import VARIABLE, DataSet, catalogue, data_folder
+from smopd.names import nearest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,11 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if asked.command != "fetch":
         show_list(folder)
         return 0
-    try:
-        wanted = [data_set(name) for name in dict.fromkeys(asked.names)]
-    except ValueError as error:
-        print(f"smopd.data: {error}", file=sys.stderr)
+    if unknown := [name for name in asked.names if name not in catalogue()]:
+        hint = nearest(unknown[0], catalogue()) or "; there are " + ", ".join(catalogue())
+        print(f"smopd.data: no data set {unknown[0]!r}{hint}", file=sys.stderr)
         return 2
+    wanted = [catalogue()[name] for name in dict.fromkeys(asked.names)]
     for each in wanted:
         print(f"{each.name}: {each.licence}" + (f"; {each.notice}" if each.notice else ""))
 

@@ -6,15 +6,13 @@ path or hub id of the same name. Write ./snips for a local folder.
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 from platformdirs import user_cache_path
-
-from smopd.names import nearest
 
 VARIABLE = "SMOPD_DATA"
 
@@ -42,9 +40,9 @@ class DataSet:
     about: str
     licence: str
     source: str
-    notice: str | None
     files: tuple[File, ...]
-    names: Mapping[str, str]
+    notice: str | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 @cache
@@ -62,23 +60,9 @@ def _data_set(name: str, entry: Mapping[str, Any]) -> DataSet:
         known = "sha256" in sums or "git_sha1" in sums
         upstream = f"{root}/{values.get('from', file)}" if known else None
         files.append(File(f"{name}/{file}", upstream, **sums))
-    return DataSet(
-        name=name,
-        about=entry["about"],
-        licence=entry["licence"],
-        source=f"github.com/{entry['repository']} at {entry['commit'][:12]}",
-        notice=entry.get("notice"),
-        files=tuple(files),
-        names=entry.get("names", {}),
-    )
-
-
-def data_set(name: str) -> DataSet:
-    """Return the data set `name`. Raise ValueError if there is none."""
-    if name not in catalogue():
-        hint = nearest(name, catalogue()) or "; there are " + ", ".join(catalogue())
-        raise ValueError(f"no data set {name!r}{hint}")
-    return catalogue()[name]
+    source = f"github.com/{entry['repository']} at {entry['commit'][:12]}"
+    own = {key: entry[key] for key in ("about", "licence", "notice", "names") if key in entry}
+    return DataSet(name, source=source, files=tuple(files), **own)
 
 
 @cache

@@ -344,14 +344,6 @@ def _chat_in_json(text: str) -> str | list[Any]:
     return found if found and all(isinstance(each, dict) and "role" in each for each in found) else text
 
 
-def tokenize_prompts(
-    contents: Sequence[Content], tokenizer: PreTrainedTokenizerBase, source: str
-) -> list[list[int]]:
-    """Return the token ids of each prompt. Raise ValueError if a chat template is missing or fails."""
-    encoder = Encoder(tokenizer, source, "prompt", None, {})
-    return encoder.tokens([encoder.text(i, {"prompt": content}) for i, content in enumerate(contents)])
-
-
 def _mapped(rows: Sequence[Row | None], source: str, path: str) -> list[Row | None]:
     function, where = resolve(path, dict[str, Any]()), f"{source} (after {path})"
     found: list[Row | None] = []

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from smopd.data.chat import response_start, response_texts
-from smopd.data.prompts import tokenize_prompts
+from smopd.data.prompts import Encoder
 from smopd.data.sources import JsonLines
 from smopd.evals.suite import GROUND_TRUTH, Evaluation, Item, Suite
 from smopd.rewards.rlla import MAX_JSON_DEPTH, extract_response, json_depth
@@ -121,7 +121,8 @@ def sampler(command: Evaluation, items: Sequence[Item]) -> Callable[[], list[Res
     tokenizer = load_tokenizer(path)
     config, end_ids = describe(path, tokenizer)
     chats = [tuple(item.messages) for item in items]
-    prompts = tokenize_prompts(chats, tokenizer, f"--model {path}")
+    encoder = Encoder(tokenizer, f"--model {path}", "prompt", None, {})
+    prompts = encoder.tokens([encoder.text(i, {"prompt": chat}) for i, chat in enumerate(chats)])
     limit = command.max_prompt_tokens or max(map(len, prompts))
     cut = [len(prompt) > limit for prompt in prompts]
     prompts = [prompt[-limit:] for prompt in prompts]

@@ -65,14 +65,12 @@ class Suite(Protocol):
 
     def score(self, responses: Sequence[str]) -> list[Scores]:
         """Score one response per item, in the order of the items. Responses contain no chat markers."""
-        ...
 
     def summary(self, groups: Sequence[str], scores: Sequence[Scores]) -> dict[str, float | None]:
         """Return the value of each column, and any other values, by name. A value without scores is None.
 
         `groups` and `scores` may repeat items, because the bootstrap also calls this method.
         """
-        ...
 
     def truths(self) -> list[str] | None:
         """Return a perfect response to each item, or None if the suite has no ground truth."""

@@ -89,14 +89,10 @@ class RewardFunction:
             signature.bind_partial(**dict.fromkeys((own & set(names)) | kwargs.keys()))
         except TypeError as error:
             raise BadSignature(f"{path}{signature} cannot be called: {error}") from None
-        return cls(
-            function,
-            kwargs,
-            None if takes_all and not single else frozenset(names),
-            [name for name in names if name in needed and name not in own | kwargs.keys()],
-            single,
-            completions == "messages" or (completions is None and names[:1] == ["completions"]),
-        )
+        accepts = None if takes_all and not single else frozenset(names)
+        needs = [name for name in names if name in needed and name not in own | kwargs.keys()]
+        messages = completions == "messages" or (completions is None and names[:1] == ["completions"])
+        return cls(function, kwargs, accepts, needs, single, messages)
 
     def require_columns(self, columns: Collection[str]) -> None:
         """Raise BadSignature if a required argument is not a column of the data."""

@@ -109,7 +109,7 @@ HOSTS: dict[str, Any] = {"reward": RewardHost, "environment": EnvironmentHost}
 
 
 def numbers(result: Any) -> list[float | None]:
-    """Convert a function's result to floats and None. A value that is not a finite number becomes NaN."""
+    """Convert a function's result to floats and None. A value that is not a number becomes NaN."""
     if hasattr(result, "tolist"):  # arrays and tensors
         result = result.tolist()
     elif inspect.isgenerator(result):
@@ -123,11 +123,9 @@ def numbers(result: Any) -> list[float | None]:
 
 
 def _number(value: Any) -> float:
-    number = math.nan
-    if not isinstance(value, (str, bytes)):
-        with suppress(Exception):
-            number = float(value)
-    return number if math.isfinite(number) else math.nan
+    with suppress(Exception):
+        return math.nan if isinstance(value, (str, bytes)) else float(value)
+    return math.nan
 
 
 def _fork(parent_pid: int, read_fd: int, write_fd: int) -> None:

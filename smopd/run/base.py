@@ -52,22 +52,19 @@ def initial_model(settings: Settings, folder: Path) -> str:
     def make() -> None:
         if made.exists() and begun_runs(folder.parent, settings):
             return
-        factory = resolve(str(origin.factory), dict[str, Any]())
-        found = factory(seed=settings.seed, **origin.kwargs)
-        match found:
+        path = str(origin.factory)
+        match resolve(path, dict[str, Any]())(seed=settings.seed, **origin.kwargs):
             case (PreTrainedModel() as model, PreTrainedTokenizerBase() as tokenizer):
                 pass
-            case _:
-                raise ValueError(
-                    f"{origin.factory} returned {found!r:.80}, expected a model and its tokenizer"
-                )
+            case found:
+                raise ValueError(f"{path} returned {found!r:.80}, expected a model and its tokenizer")
         if model.device.type == "meta":
-            raise ValueError(f"{origin.factory} returned a model without weights, expected one on a CPU")
+            raise ValueError(f"{path} returned a model without weights, expected one on a CPU")
         with room_for(made):
             new = empty_partial(made)
             model.save_pretrained(new)
             tokenizer.save_pretrained(new)
-            _require_as_saved(str(origin.factory), tokenizer, new)
+            _require_as_saved(path, tokenizer, new)
             replace_folder(new, made)
 
     with error_context("model.factory"):
@@ -147,11 +144,8 @@ def supervised_step(student: Student, demonstrations: list[Demonstration]) -> di
     lengths_R = torch.tensor([len(rollout.response_ids) for rollout in rollouts], dtype=torch.int64)
     weight_N = token_weights(Loss(aggregation="token-mean"), lengths_R).to(student.device)
     none = torch.zeros(0, dtype=torch.int64)
-    tokens = LossTokens(
-        token_ids_N=torch.cat([none, *(rollout.response_ids for rollout in rollouts)]).to(student.device),
-        adv_N=torch.ones_like(weight_N),
-        pg_weight_N=weight_N,
-    )
+    ids_N = torch.cat([none, *(rollout.response_ids for rollout in rollouts)]).to(student.device)
+    tokens = LossTokens(token_ids_N=ids_N, adv_N=torch.ones_like(weight_N), pg_weight_N=weight_N)
     update = student.update(rollouts, tokens, LossSettings(opd_coef=0.0))
     nll = -distributed.all_reduce((update.stats.logp_N * weight_N).sum())
     return {"nll": float(nll), "grad_norm": update.grad_norm}

@@ -70,14 +70,9 @@ def rollout_engine(
         with error_context("rollout.urls"):
             from smopd.engine.remote.rollout import RemoteRollout
 
-            remote = RemoteRollout(
-                Servers(options.urls),
-                ends,
-                longest,
-                vocabulary=config.get_text_config().vocab_size,
-                transport=options.transfer,
-                folder=os.environ.get(TRANSFER_FOLDER),
-            )
+            folder = os.environ.get(TRANSFER_FOLDER)
+            vocabulary = text_config.vocab_size
+            remote = RemoteRollout(Servers(options.urls), ends, longest, vocabulary, options.transfer, folder)
             remote.load_path(path)  # the servers may have the weights of another run
             return remote
     if options.engine == "vllm":
@@ -112,14 +107,9 @@ def teacher_engine(
         if is_url(paths[0]):
             from smopd.engine.remote.teachers import Probe, RemoteTeachers
 
-            ids = tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
-            return RemoteTeachers(
-                [each.split(",") for each in paths],
-                vocabulary,
-                Probe(PROBE_TEXT, tuple(ids), tokens),
-                kappa,
-                settings.kl_temperature,
-            )
+            urls = [each.split(",") for each in paths]
+            probe = Probe(PROBE_TEXT, tuple(tokenizer.encode(PROBE_TEXT, add_special_tokens=False)), tokens)
+            return RemoteTeachers(urls, vocabulary, probe, kappa, settings.kl_temperature)
         if options.engine == "local":
             dtype = getattr(torch, options.dtype)
             return load_teachers(paths, settings.student, vocabulary, dtype, device, tokens=tokens)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -24,13 +25,7 @@ from smopd.engine import distributed
 from smopd.engine.errors import Failure
 from smopd.engine.files import write_atomically
 from smopd.engine.local.teachers import held_already, load_teachers
-from smopd.engine.models.loading import (
-    allow_custom_code,
-    describe,
-    load_tokenizer,
-    require_usable,
-    stored_dtype,
-)
+from smopd.engine.models import loading
 from smopd.engine.student.checkpoint import Checkpoints, export, require_whole, saved_steps
 from smopd.engine.student.optimizers import schedule
 from smopd.engine.types import Rollout, TeacherTopK
@@ -145,8 +140,8 @@ def try_recipe(command: Command) -> int:
             with workers(settings, Path(place)) as (pool, _):
                 with error_context("model"):
                     start = initial_model(settings, Path(place))
-                    tokenizer = load_tokenizer(start)
-                    require_usable(start, tokenizer)
+                    tokenizer = loading.load_tokenizer(start)
+                    loading.require_usable(start, tokenizer)
                 inputs = read_inputs(settings, tokenizer, demonstrations=settings.warm_start is not None)
                 pool.require_columns(inputs.columns)
                 log_inputs(inputs)
@@ -183,20 +178,17 @@ def set_up(settings: Settings) -> None:
     logging.basicConfig(handlers=[handler], level=logging.ERROR if quiet else logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     transformers_logging.disable_progress_bar()
-    allow_custom_code(settings.model.trust_remote_code)
+    loading.allow_custom_code(settings.model.trust_remote_code)
 
 
 @contextmanager
 def workers(settings: Settings, folder: Path) -> Iterator[tuple[RewardPool, Environments]]:
     """Start a worker for each reward, import the rewards, and start a worker for each run's environment."""
-    seconds = settings.scoring.deadline_seconds
-    log_path = folder / f"rewards_{distributed.rank()}.log"
-    memory_bytes = round((settings.scoring.memory_gib or 0) * 2**30)
+    limits: dict[str, Any] = {"log_path": folder / f"rewards_{distributed.rank()}.log"}
+    limits["memory_bytes"] = round((settings.scoring.memory_gib or 0) * 2**30)
     with (
-        RewardPool(
-            settings.rewards, deadline_seconds=seconds, log_path=log_path, memory_bytes=memory_bytes
-        ) as pool,
-        Environments(log_path, memory_bytes) as environments,
+        RewardPool(settings.rewards, deadline_seconds=settings.scoring.deadline_seconds, **limits) as pool,
+        Environments(**limits) as environments,
     ):
         pool.probe()
         for name in settings.runs:
@@ -216,9 +208,9 @@ def do_runs(context: RunContext, command: Command) -> None:
     start = initial_model(settings, context.folder / BASE)
     context.require_whole(start)
     with error_context("model"):
-        tokenizer = load_tokenizer(start)
+        tokenizer = loading.load_tokenizer(start)
         if planned:
-            require_usable(start, tokenizer)
+            loading.require_usable(start, tokenizer)
     inputs = read_inputs(settings, tokenizer, demonstrations=base_due)
     require_same(inputs.digests, "the rows of a source or map must not depend on chance or the process")
     context.pool.require_columns(inputs.columns)
@@ -265,7 +257,7 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
     for name in needed:
         context.require_whole(context.model_path(name))
     distributed.on_rank0(lambda: reopen(context.settings, run.name, folder))
-    tokenizer = load_tokenizer(context.model_path(run.init))
+    tokenizer = loading.load_tokenizer(context.model_path(run.init))
     path = start_of(context, run, settings, inputs.train, tokenizer)
     context.require_whole(path)
     scheduled = schedule(settings.student, settings.loop.steps * settings.loop.updates_per_step)
@@ -306,15 +298,15 @@ def train(context: RunContext, run: PlannedRun, inputs: Inputs) -> None:
                 conversations=Conversations.of(context.environments, tokenizer, settings),
             )
         )
-        export(student, tokenizer, folder / "export", stored_dtype(path))
+        export(student, tokenizer, folder / "export", loading.stored_dtype(path))
         mark_done(folder, {"steps": settings.loop.steps, "skipped_updates": student.skipped})
 
 
 def view_merged(context: RunContext, name: str, merge: Merge) -> None:
     """Add the merged models' scores to the run's token view. Rank 0 loads the models one after the other."""
     settings, path = context.settings.resolved(name), context.model_path(name)
-    tokenizer = load_tokenizer(path)
-    vocabulary = describe(path, tokenizer)[0].get_text_config().vocab_size
+    tokenizer = loading.load_tokenizer(path)
+    vocabulary = loading.describe(path, tokenizer)[0].get_text_config().vocab_size
     dtype = getattr(torch, settings.teachers.dtype)
 
     def score(model: str, rollouts: list[Rollout]) -> TeacherTopK:
@@ -377,7 +369,7 @@ def evaluate(context: RunContext, name: str, held_out: PromptSet) -> None:
         return
     context.require_whole(path)
     settings = context.settings if name == BASE else context.settings.resolved(name)
-    tokenizer = load_tokenizer(path)
+    tokenizer = loading.load_tokenizer(path)
     rewarder = Rewarder(context.pool, tokenizer, settings.scoring)
     conversations = Conversations.of(context.environments, tokenizer, settings)
     engine = build.rollout_engine(settings, path, tokenizer, context.device, context.settings)

@@ -65,14 +65,8 @@ def answers(
     own = []
     for r, (prompt, rollout) in enumerate(zip(answered, rollouts, strict=True)):
         values = [None if math.isnan(value) else value for value in rewards.rewards_RK[r].tolist()]
-        own.append(
-            {
-                "prompt": prompt.index,
-                "response": rewards.texts[r],
-                "finished": rollout.finished,
-                "rewards": dict(zip(rewards.names, values, strict=True)),
-            }
-        )
+        item = {"prompt": prompt.index, "response": rewards.texts[r], "finished": rollout.finished}
+        own.append({**item, "rewards": dict(zip(rewards.names, values, strict=True))})
     gathered = [item for share in distributed.gather_objects(own) for item in share]
     return sorted(gathered, key=lambda item: item["prompt"])
 

@@ -28,16 +28,12 @@ def replaced(was: RewardBatch, rows: Sequence[int], now: RewardBatch) -> RewardB
     rewards_RK[list(rows)] = now.rewards_RK
     for row, text in zip(rows, now.texts, strict=True):
         texts[row] = text
-    return replace(
-        now,
-        rewards_RK=rewards_RK,
-        texts=texts,
-        failures={
-            name: {kind: count + now.failures[name][kind] for kind, count in was.failures[name].items()}
-            for name in now.names
-        },
-        last_errors={**was.last_errors, **now.last_errors},
-    )
+    failures = {
+        name: {kind: count + now.failures[name][kind] for kind, count in kinds.items()}
+        for name, kinds in was.failures.items()
+    }
+    errors = {**was.last_errors, **now.last_errors}
+    return replace(now, rewards_RK=rewards_RK, texts=texts, failures=failures, last_errors=errors)
 
 
 @dataclass

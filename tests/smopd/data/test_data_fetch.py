@@ -46,7 +46,7 @@ def sha256(content: bytes) -> str:
 
 def one_file(content: bytes = CONTENT, **changes: Any) -> DataSet:
     file = replace(File("one/a.bin", "a.bin", len(content), sha256(content)), **changes)
-    return DataSet("one", "", "MIT", "", None, (file,), {})
+    return DataSet("one", "", "MIT", "", (file,))
 
 
 def left(folder: Path) -> list[str]:
