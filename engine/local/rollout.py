@@ -329,14 +329,8 @@ class Decoder:
         mask_RL = torch.zeros_like(begun.seen_RL, dtype=engine.model.dtype)
         mask_RL.masked_fill_(~begun.seen_RL, float("-inf"))
         self.mask = self._room(mask_RL[:, None, None], 3, float("-inf"))
-        layers = [
-            Slots(
-                self._room(layer.keys, 2, 0.0, sampling.n),
-                self._room(layer.values, 2, 0.0, sampling.n),
-                self.slot,
-            )
-            for layer in begun.cache.layers
-        ]
+        room = partial(self._room, dim=2, fill=0.0, repeats=sampling.n)
+        layers = [Slots(room(layer.keys), room(layer.values), self.slot) for layer in begun.cache.layers]
         self.cache = Cache(layers=layers)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.warm = False

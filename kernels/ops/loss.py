@@ -78,19 +78,12 @@ def smopd_loss(
 TOKEN_FIELDS = tuple(field.name for field in fields(LossTokens))
 SETTING_FIELDS = tuple(field.name for field in fields(LossSettings))
 _SETTING_TYPES = {"float": "float", "float | None": "float?", "int": "SymInt", "bool": "bool", "str": "str"}
-
-
-def _objective_schema() -> str:
-    optional = {field.name: field.default is not MISSING for field in fields(LossTokens)}
-    columns = [f"Tensor{'?' * missing} {name}" for name, missing in optional.items()]
-    options = [f"{_SETTING_TYPES[str(field.type)]} {field.name}" for field in fields(LossSettings)]
-    return ", ".join(columns + options)
-
-
+_TENSORS = [f"Tensor{'?' * (field.default is not MISSING)} {field.name}" for field in fields(LossTokens)]
+_OPTIONS = [f"{_SETTING_TYPES[str(field.type)]} {field.name}" for field in fields(LossSettings)]
+OBJECTIVE_SCHEMA = ", ".join(_TENSORS + _OPTIONS)
 STATS_SCHEMA = "Tensor columns, Tensor clipped, Tensor sums"
 _COLUMNS = tuple(name for name in STATS_FIELDS if name.endswith("_N") and name != "clipped_N")
 _SUMS = tuple(name for name in STATS_FIELDS if not name.endswith("_N"))
-OBJECTIVE_SCHEMA = _objective_schema()
 N_OBJECTIVE = len(TOKEN_FIELDS) + len(SETTING_FIELDS)
 
 

@@ -28,19 +28,14 @@ def _scale_kernel(
 def scale_(grad: Tensor, dloss: Tensor, out: Tensor | None = None) -> None:
     """Write grad * dloss to `out` (None: to grad). Both are dense and have the same strides."""
     if grad.numel() > 0:
-        grid = (min(triton.cdiv(grad.numel(), BLOCK), _resident(grad.device)),)
+        resident = PROGRAMS_PER_PROCESSOR  # programs that run on the device at once
+        if grad.device.type == "cuda":
+            resident *= torch.cuda.get_device_properties(grad.device).multi_processor_count
         into = grad if out is None else out
-        _scale_kernel[grid](
+        _scale_kernel[(min(triton.cdiv(grad.numel(), BLOCK), resident),)](
             into, grad, dloss, grad.numel(),
             BLOCK=BLOCK, IN_PLACE=out is None, num_warps=8, enable_fp_fusion=True,
         )  # fmt: skip
-
-
-def _resident(device: torch.device) -> int:
-    """Return the number of programs that run on the device at once."""
-    if device.type != "cuda":
-        return PROGRAMS_PER_PROCESSOR
-    return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def unserved(op: str, grad: Tensor) -> str | None:
