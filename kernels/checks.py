@@ -71,8 +71,7 @@ def check_kappa(op: str, kappa: Any, n_vocab: int | None = None) -> None:
 
 
 def check_temperature(op: str, temperature: float) -> None:
-    holds = math.isfinite(temperature) and temperature > 0
-    require(op, "temperature", temperature, holds, "a finite number above 0")
+    require(op, "temperature", temperature, 0 < temperature < math.inf, "a finite number above 0")
 
 
 def check_token_ids(op: str, token_ids_N: Any, like: tuple[str, Tensor]) -> None:
@@ -149,7 +148,7 @@ def check_rewards(op: str, rewards_RK: Any, group_R: Any, options: AdvantageOpti
     require(op, "whiten", whiten, whiten in WHITENINGS, f"one of {WHITENINGS}")
     if whiten == "tokens" and lengths_R is None:
         raise ValueError(f"{op}: lengths_R is None with whiten='tokens', expected (R,) response lengths")
-    holds = math.isfinite(options.norm_eps) and options.norm_eps >= 0
+    holds = 0 <= options.norm_eps < math.inf
     require(op, "norm_eps", options.norm_eps, holds, "a finite number of at least 0")
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import logging
 import math
 
 import torch
@@ -9,14 +10,23 @@ from torch import Tensor
 
 from smopd.kernels.types import LossSettings, LossTokens, Mixture, TokenTerms, TopK, loss_target
 
+log = logging.getLogger(__name__)
+
+LOSS_ARGUMENTS = 25  # of loss_rows_cpu in csrc/module.cpp
+
 
 @functools.cache
 def unavailable() -> str | None:
-    """Return why smopd._C cannot be loaded, or None if it can be."""
+    """Return why smopd._C cannot be loaded, or None if it can be. If it was built, also log a warning."""
     try:
         importlib.import_module("smopd._C")
-        torch.ops.smopd.loss_rows_cpu  # noqa: B018  (raises AttributeError if it is not registered)
+        schema = torch.ops.smopd.loss_rows_cpu.default._schema
+        if len(schema.arguments) != LOSS_ARGUMENTS:
+            raise ImportError("it is from other sources; reinstall smopd")
+    except ModuleNotFoundError:
+        return "smopd._C was not built"
     except (ImportError, OSError, AttributeError) as error:
+        log.warning("smopd._C cannot be loaded: %s; the slower reference backend is used", error)
         return f"smopd._C cannot be loaded ({error})"
     return None
 

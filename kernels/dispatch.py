@@ -72,13 +72,9 @@ def backend_for(op: str, tensor: Tensor, **facts: Any) -> str:
         return preferred
     if forced:
         raise RuntimeError(f"{op}: {ENV}={forced} cannot serve this call: {why_not}")
-    _log_once(f"{op} on {device} is served by the reference backend: {why_not}")
+    level = logging.INFO if device == "cpu" else logging.WARNING
+    _log_once(f"{op} on {device} is served by the reference backend: {why_not}", level=level)
     return "reference"
-
-
-def cpp_unavailable() -> str | None:
-    """Return why smopd._C cannot be loaded, or None if it can be."""
-    return _module("cpp").unavailable()
 
 
 def _why_not(backend: str, op: str, tensor: Tensor, facts: dict[str, Any]) -> str | None:
@@ -86,13 +82,13 @@ def _why_not(backend: str, op: str, tensor: Tensor, facts: dict[str, Any]) -> st
         return f"the dtype is {tensor.dtype}, expected one of {KERNEL_DTYPES}"
     on_cpu = tensor.device.type == "cpu"
     if backend == "cpp":
-        return cpp_unavailable() if on_cpu else f"the tensor is on {tensor.device}, expected cpu"
+        return _module("cpp").unavailable() if on_cpu else f"the tensor is on {tensor.device}, expected cpu"
     if on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
         return "the tensor is on cpu, expected a GPU, or TRITON_INTERPRET=1"
-    if torch.version.hip:
-        return "the kernels contain PTX, which AMD GPUs cannot run"
-    if not _has_triton():
-        return "triton is not installed"
+    if not on_cpu and (torch.version.hip or tensor.device.type != "cuda"):
+        return "the kernels contain PTX, which only NVIDIA GPUs can run"
+    if (why_not := _no_triton(on_cpu)) is not None:
+        return why_not
     unserved = getattr(_module(MODULES[op][backend]), "unserved", None)
     return None if unserved is None else unserved(op, tensor, **facts)
 
@@ -109,8 +105,15 @@ def _on_device(device: torch.device, function: Callable[..., Any]) -> Callable[.
 
 
 @functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _no_triton(on_cpu: bool) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    try:  # on a GPU, Triton needs a C compiler and Python's headers
+        if not on_cpu:
+            importlib.import_module("triton.runtime").driver.active.get_current_target()
+    except Exception as error:
+        return f"triton cannot start ({error})"
+    return None
 
 
 @functools.cache
@@ -119,5 +122,5 @@ def _module(name: str) -> Any:
 
 
 @functools.cache
-def _log_once(message: str, *values: str) -> None:
-    _log.info(message, *values)
+def _log_once(message: str, *values: str, level: int = logging.INFO) -> None:
+    _log.log(level, message, *values)

@@ -248,7 +248,8 @@ def is_int(value: object) -> bool:
 
 
 def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Return whether the value is a finite number. torch.compile cannot trace math.isfinite."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

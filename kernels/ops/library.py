@@ -50,8 +50,9 @@ class Operator:
         formula: Any = type(f"smopd_{self.name}", (torch.autograd.Function,), body)
 
         def autograd(*arguments: Any) -> Any:
-            leaves = arguments[:n_leaves]
-            if torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves):
+            needed = any(leaf is not None and leaf.requires_grad for leaf in arguments[:n_leaves])
+            forward_mode = torch.autograd.forward_ad._current_level >= 0  # `apply` raises an error
+            if forward_mode or (needed and torch.is_grad_enabled()):
                 return formula.apply(*arguments)
             with torch._C._AutoDispatchBelowAutograd():
                 return call(*arguments)

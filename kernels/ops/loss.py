@@ -68,8 +68,7 @@ def smopd_loss(
     checks.check_loss_tokens(OP, tokens, settings, ("logits_NV", logits_NV))
     need_grad = torch.is_grad_enabled() and logits_NV.requires_grad
     if inplace and need_grad:
-        layout = (logits_NV.size(), logits_NV.stride(), logits_NV.storage_offset())
-        loss, _, *stats = _LossInPlace.apply(_owner(logits_NV), layout, tokens, settings)
+        loss, _, *stats = _in_place(logits_NV, tokens, settings)
     else:
         loss, _, *stats = _loss(logits_NV, *flat_objective(tokens, settings), need_grad)
     return loss, unpacked_stats(*stats)
@@ -237,6 +236,12 @@ class _LossInPlace(torch.autograd.Function):
             grad = ctx.saved_tensors[0].detach()
             dispatch.serving("scale_", grad)(grad, dloss)
         return grad, None, None, None
+
+
+@torch._disable_dynamo  # which would trace into the backends
+def _in_place(logits_NV: Tensor, tokens: LossTokens, settings: LossSettings) -> Any:
+    layout = (logits_NV.size(), logits_NV.stride(), logits_NV.storage_offset())
+    return _LossInPlace.apply(_owner(logits_NV), layout, tokens, settings)
 
 
 def _owner(logits_NV: Tensor) -> Tensor:

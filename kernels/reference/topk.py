@@ -88,6 +88,7 @@ def teacher_mixture(
     log_alpha_NM1 = log_alpha.detach().to(dtype).expand(n_rows, n_teachers)[..., None]
     pool_NP = (logps_NMS.detach().to(dtype) + log_alpha_NM1).reshape(n_rows, n_teachers * n_support)
     ids_NP = ids_NMS.reshape(n_rows, n_teachers * n_support).long().masked_fill(pool_NP == -torch.inf, 0)
+    ids_NP = ids_NP.where(ids_NP == ids_NP.int(), -1)  # an id above int32 is in no vocabulary
     if merge:
         ids_NP, order_NP = ids_NP.sort(dim=-1, stable=True)
         ids_NP, pool_NP = merge_sorted(ids_NP, pool_NP.gather(-1, order_NP))

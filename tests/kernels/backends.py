@@ -19,7 +19,7 @@ from torch import Tensor
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from smopd.kernels import dispatch
+from smopd.kernels import cpp, dispatch
 from smopd.kernels.types import TokenTerms
 
 GPU = torch.cuda.is_available()
@@ -67,7 +67,7 @@ def each(operation: str, *, but: tuple[str, ...] = ()) -> pytest.MarkDecorator:
 
 def need(backend: str) -> None:
     """Skip the test if the backend cannot run here."""
-    if backend == "cpp" and (why_not := dispatch.cpp_unavailable()) is not None:
+    if backend == "cpp" and (why_not := cpp.unavailable()) is not None:
         pytest.skip(why_not)
     if backend.startswith("triton"):
         pytest.importorskip("triton", reason="triton is not installed")

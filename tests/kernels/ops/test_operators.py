@@ -1,6 +1,8 @@
 """The public functions compiled and traced: each is one operator with its gradient."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from smopd import ops
+from smopd.kernels import dispatch
 from tests.kernels import cases
 
 N, V, D, M, S, KAPPA = 5, 37, 3, 2, 4, 6
@@ -104,3 +107,56 @@ def test_only_the_leaves_get_a_gradient() -> None:
     assert not ops.smopd_loss(logits, replace(TOKENS, adv_N=adv_N), SETTINGS)[0].requires_grad
     weights_K = torch.ones(3, requires_grad=True)
     assert not ops.gdpo_advantages(logits[:, :3], TOKEN_IDS, weights_K=weights_K).requires_grad
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "loss", "linear_loss"])
+def test_forward_mode_is_refused(name: str) -> None:
+    """Its derivative would be 0."""
+    x = torch.randn(N, V)
+    with pytest.raises((RuntimeError, NotImplementedError), match="jvp"):
+        torch.func.jvp(lambda z: CALLS[name](z)[0].sum(), (x,), (x,))
+
+
+def test_a_compiled_step_takes_another_coefficient_and_another_batch() -> None:
+    def loss(x: torch.Tensor, tokens: ops.LossTokens, coef: float) -> torch.Tensor:
+        return ops.smopd_loss(x, tokens, replace(SETTINGS, opd_coef=coef))[0]
+
+    compiled = torch.compile(loss, fullgraph=True, backend="eager")
+    for coef, rows in ((0.5, N), (0.6, N), (0.7, N - 1)):
+        names = [name for name, value in vars(TOKENS).items() if value is not None and len(value) == N]
+        tokens = replace(TOKENS, **{name: getattr(TOKENS, name)[:rows] for name in names})
+        assert compiled(LOGITS[:rows], tokens, coef).equal(loss(LOGITS[:rows], tokens, coef))
+
+
+def test_in_place_is_one_break_of_a_compiled_step() -> None:
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return ops.smopd_loss(x * 2.0, TOKENS, SETTINGS, inplace=True)[0] * 3.0
+
+    leaves = [LOGITS.clone().requires_grad_() for _ in range(2)]
+    losses = [
+        each(leaf) for each, leaf in zip((torch.compile(step, backend=count), step), leaves, strict=True)
+    ]
+    assert losses[0].equal(losses[1]) and len(graphs) <= 3
+    for loss in losses:
+        loss.backward()
+    assert leaves[0].grad.equal(leaves[1].grad)
+
+
+@pytest.mark.parametrize(("device", "reason"), [("xpu", "only NVIDIA GPUs"), ("cuda", "cannot start")])
+def test_a_device_that_triton_cannot_serve_gets_the_reference_and_a_warning(
+    device: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if torch.cuda.is_available() and device == "cuda":
+        pytest.skip("this GPU serves it")
+    monkeypatch.delenv(dispatch.ENV, raising=False)
+    dispatch._log_once.cache_clear()
+    tensor: Any = SimpleNamespace(device=torch.device(device), dtype=torch.float32, is_cuda=False)
+    assert dispatch.backend_for("topk_logprobs", tensor) == "reference"
+    (record,) = caplog.records
+    assert reason in record.message and record.levelname == "WARNING"

@@ -1,12 +1,15 @@
 """Errors of smopd.ops for wrong arguments and forced backends, and the check of ids on a CPU."""
 
+import importlib
+import itertools
+import logging
 from dataclasses import replace
 
 import pytest
 import torch
 
 from smopd import ops
-from smopd.kernels import dispatch
+from smopd.kernels import cpp, dispatch
 from tests.kernels import cases
 
 N, V, S = 5, 11, 3
@@ -101,7 +104,7 @@ def test_a_forced_backend_serves_or_raises(forced: str, dtype, error, message: s
 
 ROWS, WIDTH, BAD = 64, 2000, 60  # BAD: a late row
 KINDS = {"repeats": "target_ids_NS", "pooled": "teacher_ids_NMS"}
-built = pytest.mark.skipif(dispatch.cpp_unavailable() is not None, reason="smopd._C is not built")
+built = pytest.mark.skipif(cpp.unavailable() is not None, reason="smopd._C is not built")
 
 
 @pytest.fixture(params=["reference", pytest.param("cpp", marks=built)])
@@ -122,8 +125,8 @@ def with_bad_row(of: ops.LossTokens, **values: float) -> ops.LossTokens:
 def test_a_bad_id_is_a_value_error_before_anything_is_written(kind: str, backend: str) -> None:
     case = cases.loss_case((ROWS, WIDTH, 2, 6), target=kind)
     logits_NV, given = case.logits_NV, replace(case.tokens, reverse_weight_N=torch.ones(ROWS))
-    for name in (KINDS[kind], "token_ids_N"):
-        broken = with_bad_row(given, **{name: WIDTH})
+    for name, value in itertools.product((KINDS[kind], "token_ids_N"), (2**32 + 4, WIDTH)):
+        broken = with_bad_row(given, **{name: value})
         own_NV = logits_NV.clone().requires_grad_() * 1.0
         with pytest.raises(ValueError, match=rf"^smopd_loss: {name} holds 1 ids outside \[0, {WIDTH}\)"):
             ops.smopd_loss(own_NV, broken, inplace=True)
@@ -141,3 +144,20 @@ def test_a_bad_id_is_a_value_error_before_anything_is_written(kind: str, backend
     head = [cases.random_logits(size, 4) for size in (ROWS, WIDTH)]
     for loss, leaves in ((ops.smopd_loss, [logits_NV]), (ops.linear_smopd_loss, head)):
         assert torch.equal(*(loss(*leaves, each)[0] for each in (idle, ignored)))
+
+
+@built
+def test_a_library_that_cannot_be_used_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(name: str) -> None:
+        raise ImportError("GLIBCXX_3.4.32 not found")
+
+    reason_of = cpp.unavailable.__wrapped__
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(cpp, "LOSS_ARGUMENTS", 24)  # a library of older sources
+        assert "reinstall smopd" in reason_of()
+        patch.setattr(importlib, "import_module", broken)
+        assert "GLIBCXX_3.4.32 not found" in reason_of()
+        assert len(caplog.records) == 2
+    assert reason_of() is None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from smopd.kernels import dispatch
+from smopd.kernels import cpp, dispatch
 from smopd.kernels.tokens import BLOCK, reverse_weight
 from smopd.kernels.types import TokenTerms
 from smopd.ops import LossSettings, LossStats, LossTokens, linear_smopd_loss, smopd_loss, topk_forward_kl
@@ -18,7 +18,7 @@ N, V = 12, 29
 MANY = 40_003  # more rows than torch sums on one thread
 SETTINGS = LossSettings(entropy_coef=0.1, opd_coef=0.7)
 SUMS = ("pg_loss", "kl_loss", "entropy", "reverse_loss")
-built = pytest.mark.skipif(dispatch.cpp_unavailable() is not None, reason="smopd._C is not built")
+built = pytest.mark.skipif(cpp.unavailable() is not None, reason="smopd._C is not built")
 
 
 def case_of(dtype: str = "fp64", **options) -> tuple[Tensor, LossTokens, LossSettings]:
