@@ -101,7 +101,8 @@ class WarmStart(Section):
     completion_column: str = "completion"
     steps: int = Field(default=200, ge=1, le=10**9)
     batch_size: int = Field(default=64, ge=1)
-    learning_rate: float = Field(default=1e-3, gt=0)
+    learning_rate: float = Field(default=1e-5, gt=0)
+    """Tune it. Our recipes use 2e-4 for 135 million parameters, and 3e-3 for 0.14 million."""
     warmup_steps: int = Field(default=10, ge=0)
     decay_share: float = Field(default=0.3, ge=0, le=1)
     """Share of the steps, counted from the end, during which the learning rate falls linearly to zero."""
@@ -426,7 +427,7 @@ class Settings(Section):
         alone = max(reward, engines.REQUEST_SECONDS * (servers + 1) if servers else 0.0)
         if self.rollout.environment is not None:
             batches = math.ceil(self.loop.prompts_per_step * self.rollout.group_size / ENVIRONMENT_THREADS)
-            alone += STARTUP_SECONDS + self.rollout.turns * batches * self.rollout.environment_seconds
+            alone += STARTUP_SECONDS + (self.rollout.turns * batches + 1) * self.rollout.environment_seconds
         return max(TRAINING_SECONDS, alone + 60.0)
 
     @property

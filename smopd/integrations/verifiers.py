@@ -17,6 +17,7 @@ from verifiers.types import Response, ResponseMessage, ToolCall
 from smopd.integrations.tools import CALL
 
 MODEL = "policy"
+TOOL_FIELDS = ("name", "description", "parameters")
 
 
 class Policy(Client):
@@ -79,11 +80,24 @@ class Verifiers:
         found = await state.unread()
         return None if found is None else [_plain(each) for each in found]
 
+    async def end(self, state: Policy) -> None:
+        """Cancel the rollout, which then cleans up, unless it has ended."""
+        assert state.rollout is not None
+        state.rollout.cancel()
+        await asyncio.wait({state.rollout})
+
 
 def rows(name: str, evaluation: bool = False, **arguments: Any) -> Any:
     """Return an environment's rows, for `data.train.source` or `data.evaluation.source`."""
     environment = vf.load_environment(name, **arguments)
-    return environment.get_eval_dataset() if evaluation else environment.get_dataset()
+    found = environment.get_eval_dataset() if evaluation else environment.get_dataset()
+    tools = [
+        {"type": "function", "function": {key: getattr(each, key) for key in TOOL_FIELDS}}
+        for each in getattr(environment, "tool_defs", None) or ()
+    ]
+    if not tools or "tools" in found.column_names:
+        return found
+    return found.add_column("tools", [json.dumps(tools)] * len(found))  # for the chat template
 
 
 def _call(number: str, text: str) -> ToolCall:

@@ -32,8 +32,9 @@ MOST_ERROR_CHARS = 2000  # ours: of a longer traceback, only the end is kept
 class Environment(Protocol):
     """The class that `rollout.environment` names, instantiated once per rank with `environment_kwargs`.
 
-    Both methods may be `async def`. Conversations are answered in parallel. Methods that are not async run in
-    threads, so they need a lock for data that conversations share.
+    All methods may be `async def`. If there is a method `end(state)`, it is called for each conversation of a
+    batch before the next batch begins. Conversations are answered in parallel. Methods that are not async run
+    in threads, so they need a lock for data that conversations share.
     """
 
     def begin(self, row: Message) -> Any:
@@ -72,7 +73,7 @@ class EnvironmentHost:
         """If `begin`, drop all conversations and begin one about each row. Otherwise, answer each message."""
         loop.set_default_executor(self.threads)
         if begin:
-            self.states = {}
+            loop.run_until_complete(self._end())
         of_one = self._begin if begin else self._answer
         return loop.run_until_complete(_all([self._limited(of_one, *item) for item in items.items()]))
 
@@ -91,6 +92,12 @@ class EnvironmentHost:
     async def _answer(self, number: int, message: Message) -> list[Any] | None:
         found = await self._called(self.environment.answer, self.states[number], message)
         return None if found is None else checked(found)
+
+    async def _end(self) -> None:
+        if (end := getattr(self.environment, "end", None)) is not None and self.states:
+            calls = [asyncio.ensure_future(self._called(end, state)) for state in self.states.values()]
+            await asyncio.wait(calls, timeout=self.seconds)
+        self.states = {}
 
     async def _called(self, function: Callable[..., Any], *arguments: Any) -> Any:
         if inspect.iscoroutinefunction(function):

@@ -38,7 +38,7 @@ from smopd.rewards.pool import CallFailed, RewardError, Worker
 
 log = logging.getLogger(__name__)
 GRACE_SECONDS = 5.0  # ours: time for the environment's process to report late answers
-NEUTRAL = "ANSWER"
+NEUTRAL = "smopd-neutral-response"
 """Text that replaces a sampled response, because templates may render an earlier response differently."""
 
 
@@ -54,7 +54,8 @@ class EnvironmentWorker(Worker):
         try:
             self.start()
             frame = pickle.dumps((begin, dict(items)), 5)
-            seconds = math.ceil(len(items) / ENVIRONMENT_THREADS) * self.deadline_seconds + GRACE_SECONDS
+            rounds = math.ceil(len(items) / ENVIRONMENT_THREADS) + begin  # another one to end the last batch
+            seconds = rounds * self.deadline_seconds + GRACE_SECONDS
             answers = self._call(frame, seconds, lambda answer: Answer(**answer))
             if len(answers) != len(items):
                 raise CallFailed("worker_died", "the worker's reply has a wrong number of answers")

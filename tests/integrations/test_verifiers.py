@@ -1,6 +1,7 @@
 """Environments of verifiers as they are, where `pip install "verifiers<0.2"` is."""
 
 import asyncio
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 pytest.importorskip("verifiers", reason="verifiers<0.2 excludes the datasets that TRL needs")
 
 from smopd.data.prompts import load_prompts
+from smopd.integrations.verifiers import rows
 from smopd.rewards.environments import EnvironmentHost
 from smopd.worlds.models import world_tokenizer
 from smopd.worlds.toy_world import vocabulary
@@ -22,6 +24,12 @@ from datasets import Dataset
 class Guess(vf.MultiTurnEnv):
     async def setup_state(self, state):
         state["left"] = 2
+
+    cleaned = 0
+
+    @vf.cleanup
+    async def clean(self, state):
+        self.cleaned += 1
 
     async def env_response(self, messages, state, **kwargs):
         state["left"] -= 1
@@ -100,6 +108,16 @@ def test_rows_are_the_environments() -> None:
     source = "smopd.integrations.verifiers:rows"
     prompts = load_prompts(source, world_tokenizer(vocabulary()), kwargs={"name": "guess", "n": 4})
     assert [prompt.columns["answer"] for prompt in prompts] == ["anna", "bruno"] * 2
+    (tools,) = rows("some_tools")["tools"]
+    assert json.loads(tools)[0]["function"]["parameters"]["properties"].keys() == {"x"}
+
+
+def test_a_conversation_that_the_sampler_ends_is_cleaned_up() -> None:
+    host, loop = EnvironmentHost("verifiers", {"name": "guess"}, 10.0), asyncio.new_event_loop()
+    for batch in ({0: ROW, 1: ROW}, {0: ROW}, {}):
+        host.reply(loop, True, batch)
+    loop.close()
+    assert host.environment.environment.cleaned == 3
 
 
 def test_a_run_trains_in_an_environment(place: Path) -> None:

@@ -128,7 +128,8 @@ FORGETS = WORLD_CHAT_TEMPLATE.replace("message['content'] }}", "message['content
 def test_a_template_that_forgets_thoughts_is_found_and_the_tokens_stay(caplog):
     tokenizer = world_tokenizer(PIECES)
     ids = tokenizer("<think>a</think>b<eos>", add_special_tokens=False)["input_ids"]
-    for template, drift in ((FORGETS, True), (WORLD_CHAT_TEMPLATE, False)):
+    own = f"{{{{ 'the ANSWER' }}}}{FORGETS}"  # text of the template does not count as a response
+    for template, drift in ((FORGETS, True), (own, True), (WORLD_CHAT_TEMPLATE, False)):
         found, _ = talk(Speaks(ids, A), Scripted(said("c"), Answer()), template)
         shown = "<think>a</think>b<eos><|user|>c<|assistant|>a<eos>"
         assert (tokenizer.decode(found.response_ids), found.drift) == (shown, drift)
@@ -261,15 +262,23 @@ def test_a_timeout_that_an_environment_raises_is_its_own_error(environments, cap
 class Asks:
     """Begins with one of the row's questions."""
 
+    def __init__(self):
+        self.ended = []
+
     def begin(self, row):
         return row["questions"].pop()
 
+    def end(self, state):
+        self.ended.append(state)
 
-def test_conversations_about_one_prompt_share_no_value():
+
+def test_conversations_about_one_prompt_share_no_value_and_end_before_the_next_batch():
     host, loop, questions = EnvironmentHost(f"{__name__}:Asks", {}, 60.0), asyncio.new_event_loop(), ["2+2?"]
     host.reply(loop, True, {i: {"questions": questions} for i in range(3)})
+    assert host.states == dict.fromkeys(range(3), "2+2?") and host.environment.ended == []
+    host.reply(loop, True, {0: {"questions": ["3+3?"]}})
     loop.close()
-    assert host.states == dict.fromkeys(range(3), "2+2?")
+    assert host.environment.ended == ["2+2?"] * 3 and host.states == {0: "3+3?"}
 
 
 def test_async_environments_and_ones_that_cannot_be_loaded(environments):
