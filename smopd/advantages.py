@@ -5,14 +5,16 @@ Shapes: R responses of this rank, K rewards.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smopd.config.settings import Advantage
 from smopd.ops import gd2po_advantages, gdpo_advantages, grpo_advantages
+
+if TYPE_CHECKING:
+    from smopd.config.settings import Advantage
 
 RMS_FLOOR = 0.05
 """batch_balanced raises a smaller RMS to this, so that no weight grows by more than a factor of 20 (ours)."""

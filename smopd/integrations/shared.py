@@ -1,14 +1,18 @@
-"""Code that the integrations share: checks of the host, the teachers and their weights."""
+"""Code that the integrations share: checks of the host and its teachers, and advantages."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from packaging.version import Version
 from torch import Tensor
+
+from smopd.advantages import ESTIMATORS
 
 WEIGHT_SUM_TOLERANCE = 1e-6  # ours: three weights of 0.3333333 pass
 
@@ -48,3 +52,18 @@ def log_weights(weights: Sequence[float]) -> Tensor:
     if not all(weight >= 0.0 for weight in alpha) or abs(math.fsum(alpha) - 1.0) > WEIGHT_SUM_TOLERANCE:
         raise ValueError(f"teacher_weights is {alpha}, expected numbers of at least 0 that sum to 1")
     return torch.tensor(alpha, dtype=torch.float64).log().float()
+
+
+def batch_advantages(
+    name: str,
+    rewards_RK: Tensor,
+    group_R: Tensor,
+    weights_K: Tensor,
+    lengths_R: Tensor,
+    whiten: str | None,
+    snr_threshold: float | None = None,
+) -> Tensor:
+    """Return the advantages of a whole batch, (R,), by an estimator of smopd/advantages.py."""
+    settings: Any = SimpleNamespace(whiten=whiten, snr_threshold=snr_threshold)
+    options = {"weights_K": weights_K, "low_K": torch.full_like(weights_K, torch.nan), "lengths_R": lengths_R}
+    return ESTIMATORS[name](rewards_RK, group_R, **options, settings=settings, process_group=None)[0]

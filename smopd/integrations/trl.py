@@ -18,13 +18,14 @@ from logging import getLogger
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from smopd import ops
 from smopd.engine.models.loading import logit_scale
-from smopd.integrations.shared import log_weights, require_host, require_same_tokens
+from smopd.integrations.shared import batch_advantages, log_weights, require_host, require_same_tokens
 from smopd.ops import LossSettings, LossStats, LossTokens
 
 require_host("trl", "1.16.0", "1.17")
@@ -93,7 +94,9 @@ def load_teacher(trainer: Any, teacher: Any) -> Any:
         options |= args.teacher_model_init_kwargs or {}
         shared = {key: options[key] for key in ("trust_remote_code", "revision") if key in options}
         tokenizer = AutoTokenizer.from_pretrained(teacher, **shared)
-        loading = {"dtype": trainer.model.dtype, "device_map": None, **options}
+        head = trainer.model.get_output_embeddings().weight  # cast_lm_head_to_fp32 may have cast it
+        own = next(p.dtype for p in trainer.model.parameters() if p.is_floating_point() and p is not head)
+        loading = {"dtype": own, "device_map": None, **options}
         teacher = utils.create_model_from_path(name, AutoModelForCausalLM, **loading)
     else:
         name = teacher.name_or_path or type(teacher).__name__
@@ -112,7 +115,11 @@ def load_teacher(trainer: Any, teacher: Any) -> Any:
     if trainer.is_deepspeed_enabled:
         prepared = prepare_deepspeed(teacher, trainer.accelerator)
     else:
-        prepared = trainer.accelerator.prepare_model(teacher, evaluation_mode=True)
+        place = trainer.is_fsdp_enabled or None  # None: no model is moved under FSDP
+        prepared = trainer.accelerator.prepare_model(teacher, device_placement=place, evaluation_mode=True)
+        if trainer.is_fsdp_enabled:  # with cpu_ram_efficient_loading, other ranks have loaded zeros
+            for each in (*prepared.parameters(), *prepared.buffers()):
+                dist.broadcast(each.detach(), 0)
     prepared.eval()  # not chained: DeepSpeed's eval() returns None
     return prepared.requires_grad_(False)
 
@@ -144,16 +151,16 @@ class SeveralTeachers:
     """Mixin of both trainers, with M frozen teachers and the fused loss of the student's completions."""
 
     def take_teachers(self: Any, teachers: list[Any]) -> None:
-        if not teachers:
-            raise ValueError("teacher_models is empty, expected at least one model or path")
+        if not teachers and getattr(self.args, "opd_coef", 1.0) != 0.0:
+            raise ValueError("teacher_models is empty, expected at least one model or path, or opd_coef=0")
         loaded = not any(isinstance(teacher, str | os.PathLike) for teacher in teachers)
         if loaded and self.args.teacher_model_init_kwargs:
             raise ValueError("teacher_model_init_kwargs is given, expected none: no teacher is a path")
         require_readable(self.model, "the student")
-        weights = self.args.teacher_weights or [1 / len(teachers)] * len(teachers)
+        weights = self.args.teacher_weights or [1 / max(1, len(teachers))] * len(teachers)
         if len(weights) != len(teachers):
             raise ValueError(f"teacher_weights is {weights}, expected {len(teachers)} numbers")
-        self._log_alpha_M = log_weights(weights)
+        self._log_alpha_M = log_weights(weights or [1.0])
         self.teacher_models = [load_teacher(self, teacher) for teacher in teachers]
         n_rows = self.model.config.get_text_config().vocab_size
         self._n_vocabulary = min(n_rows, 1 + max(vocabulary_of(self).values()))
@@ -163,6 +170,8 @@ class SeveralTeachers:
         self: Any, inputs: dict[str, Any], completions: Completions, temperature: float
     ) -> dict[str, Tensor]:
         """Return the teacher fields of LossTokens. Compute them once per batch and store them in `inputs`."""
+        if not self.teacher_models:
+            return {}
         if "teachers_topk" not in inputs:
             topk = [self._topk(model, completions, temperature) for model in self.teacher_models]
             ids_NMS, logps_NMS = (torch.stack(list(column), 1) for column in zip(*topk, strict=True))
@@ -208,10 +217,9 @@ class SeveralTeachers:
 
         def inside() -> Any:
             with self._at_head(bare, completions) as (hidden_ND, weight_VD, bias_V, scale):
-                kappa = min(self.args.kappa, len(weight_VD))
-                return ops.linear_topk_logprobs(
-                    hidden_ND, weight_VD, kappa, bias_V=bias_V, temperature=temperature / scale
-                )
+                kappa, limit = min(self.args.kappa, len(weight_VD)), self.args.chunk_bytes
+                options = {"bias_V": bias_V, "temperature": temperature / scale, "chunk_bytes": limit}
+                return ops.linear_topk_logprobs(hidden_ND, weight_VD, kappa, **options)
 
         topk = self.redirect(wrapped, bare, inside)
         padding = topk.ids_NS >= self._n_vocabulary
@@ -280,7 +288,7 @@ class SMOPDDistillationTrainer(SeveralTeachers, DistillationTrainer):
 
 
 SERVED = {
-    "advantage_estimator": ("trl", "gdpo", "gd2po"),
+    "advantage_estimator": ("trl", "gdpo", "gd2po", "batch_balanced", "saw", "dvao"),
     "whiten": ("default", "responses", "tokens", None),
     "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo"),
     "importance_sampling_level": ("token",),
@@ -289,7 +297,7 @@ SERVED = {
     "off_policy_mask_threshold": (None,),
     "use_adaptive_entropy": (False,),
 }
-ONLY_OURS = {"whiten": "default"}  # settings of gdpo and gd2po, with defaults
+ONLY_OURS = {"whiten": "default"}  # settings of SMOPD's estimators, with defaults
 ONLY_TRLS = {"scale_rewards": "group", "multi_objective_aggregation": "sum_then_normalize"}
 
 
@@ -313,12 +321,12 @@ def advantages_of(trainer: Any, batch: dict[str, Any], rewards_RK: Tensor) -> Te
     lengths_B = (mask_BT * batch["tool_mask"] if "tool_mask" in batch else mask_BT).sum(1)
     per_prompt = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
     group_R = torch.arange(len(rewards_RK), device=rewards_RK.device) // per_prompt
-    options: dict[str, Any] = {} if trainer.args.whiten == "default" else {"whiten": trainer.args.whiten}
-    options["weights_K"] = trainer.reward_weights.to(rewards_RK.device)
-    options["lengths_R"] = trainer.accelerator.gather(lengths_B)
-    if trainer.args.advantage_estimator == "gdpo":
-        return ops.gdpo_advantages(rewards_RK, group_R, **options)
-    return ops.gd2po_advantages(rewards_RK, group_R, **options)[0]
+    name, whiten = trainer.args.advantage_estimator, trainer.args.whiten
+    if whiten == "default":
+        whiten = "tokens" if name == "gd2po" else "responses"
+    weights_K = trainer.reward_weights.to(rewards_RK.device)
+    lengths_R = trainer.accelerator.gather(lengths_B)
+    return batch_advantages(name, rewards_RK, group_R, weights_K, lengths_R, whiten)
 
 
 @dataclass
@@ -329,8 +337,10 @@ class SMOPDGRPOConfig(MixtureConfig, GRPOConfig):
 
     opd_coef: float = option(1.0, "lambda of Eq. 9.")
     kl_temperature: float = option(1.0, "Temperature of both sides of the KL.")
-    advantage_estimator: str = option("trl", "trl: TRL's own; gdpo and gd2po use reward_weights.")
-    whiten: str | None = option("default", "responses (gdpo's default), tokens (gd2po's default) or None.")
+    advantage_estimator: str = option(
+        "trl", "trl: TRL's own; gdpo, gd2po, batch_balanced, saw or dvao: ours."
+    )
+    whiten: str | None = option("default", "responses (the default), tokens (gd2po's default) or None.")
 
 
 class SMOPDGRPOTrainer(SeveralTeachers, GRPOTrainer):

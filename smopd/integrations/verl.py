@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import smopd
-from smopd.integrations.shared import log_weights, require_host, require_same_tokens
+from smopd.integrations.shared import batch_advantages, log_weights, require_host, require_same_tokens
 from smopd.kernels.checks import require_ids
-from smopd.ops import gd2po_advantages, gdpo_advantages, teacher_mixture, topk_forward_kl
+from smopd.ops import teacher_mixture, topk_forward_kl
 
 try:
     HOST_VERSION = require_host("verl", "0.9.1", "0.9.2")
@@ -179,11 +179,15 @@ def unclamped_forward_kl(
     return losses.no_padding_2_padding(model_output["distillation_losses"], data), metrics
 
 
-ESTIMATORS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "smopd_gdpo": (gdpo_advantages, {"whiten": "responses"}),
-    "smopd_gdpo_tokens": (gdpo_advantages, {"whiten": "tokens"}),
-    "smopd_gd2po": (gd2po_advantages, {"whiten": "tokens"}),
+ESTIMATORS: dict[str, tuple[str, str]] = {
+    "smopd_gdpo": ("gdpo", "responses"),
+    "smopd_gdpo_tokens": ("gdpo", "tokens"),
+    "smopd_gd2po": ("gd2po", "tokens"),
+    "smopd_batch_balanced": ("batch_balanced", "responses"),
+    "smopd_saw": ("saw", "responses"),
+    "smopd_dvao": ("dvao", "responses"),
 }
+"""verl's name -> name in smopd/advantages.py, and what the advantages are whitened over."""
 # Rewards fetched from the v1 trainer's queue during its step, because verl fetches only ids and tensors.
 REWARDS: dict[str, Any] = {}
 
@@ -195,7 +199,7 @@ def estimator(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
     `gd2po_snr_threshold`. None means that a reward could not be scored. Whitening over responses excludes
     responses without tokens.
     """
-    advantages, options = ESTIMATORS[name]
+    own, whiten = ESTIMATORS[name]
 
     def estimate(
         response_mask: Tensor,
@@ -215,15 +219,12 @@ def estimator(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
         group_R = torch.from_numpy(groups).to(response_mask.device)
         lengths_R = response_mask.sum(-1)
         # v1 pads the batch with copies that have no tokens, and so no weight when whitening over tokens.
-        counted_R = (lengths_R > 0) | (options["whiten"] == "tokens")
-        more = options | {"lengths_R": lengths_R[counted_R]}
-        if (weights := settings.get("gdpo_reward_weights")) is not None:
-            more["weights_K"] = rewards_RK.new_tensor(list(weights))
-        if advantages is gd2po_advantages and (snr := settings.get("gd2po_snr_threshold")) is not None:
-            more["snr_threshold"] = snr
-        counted = advantages(rewards_RK[counted_R], group_R[counted_R], **more)
+        counted_R = (lengths_R > 0) | (whiten == "tokens")
+        weights = settings.get("gdpo_reward_weights")
+        weights_K = rewards_RK.new_tensor([1.0] * len(keys) if weights is None else list(weights))
         adv_R = rewards_RK.new_zeros(len(lengths_R))
-        adv_R[counted_R] = counted[0] if isinstance(counted, tuple) else counted
+        batch = (rewards_RK[counted_R], group_R[counted_R], weights_K, lengths_R[counted_R], whiten)
+        adv_R[counted_R] = batch_advantages(own, *batch, settings.get("gd2po_snr_threshold"))
         return adv_R[:, None] * response_mask, adv_R[:, None] * response_mask
 
     return estimate
@@ -274,6 +275,7 @@ def _initialize_teacher_model_managers(self: Any) -> None:
     """Compare the teachers' local tokenizers with the student's. Then start the teachers' servers."""
     settings = self.distillation_config
     if settings.distillation_loss.loss_mode == LOSS_MODE:
+        mixed(settings.distillation_loss, settings.teacher_models)  # verl hides errors of its rollouts
         student = self.config.actor_rollout_ref.model
         options = {"trust_remote_code": student.get("trust_remote_code", False)}
         path = filesystem.copy_to_local(student.get("tokenizer_path") or student.path)
@@ -288,6 +290,15 @@ def _initialize_teacher_model_managers(self: Any) -> None:
     ORIGINALS["_initialize_teacher_model_managers"](self)
 
 
+def mixed(settings: Any, teachers: Iterable[str]) -> tuple[list[str], Tensor]:
+    """Return the teachers' keys and the logs of their weights. Raise ValueError for wrong weights."""
+    keys = sorted(teachers)
+    weights = getattr(settings, "teacher_weights", None) or dict.fromkeys(keys, 1.0 / len(keys))
+    if sorted(weights) != keys:
+        raise ValueError(f"teacher_weights names {sorted(weights)}, expected the configured teachers {keys}")
+    return keys, log_weights([weights[key] for key in keys])
+
+
 @in_place_of(teacher_manager.AsyncTeacherLLMServerManager)
 async def compute_teacher_logprobs_single(
     self: Any, sequence_ids: list[int], *args: Any, **kwargs: Any
@@ -296,11 +307,7 @@ async def compute_teacher_logprobs_single(
     ask, settings = ORIGINALS["compute_teacher_logprobs_single"], self.distillation_loss_config
     if settings.loss_mode != LOSS_MODE:
         return await ask(self, sequence_ids, *args, **kwargs)
-    keys = sorted(self.teacher_model_configs)
-    weights = getattr(settings, "teacher_weights", None) or dict.fromkeys(keys, 1.0 / len(keys))
-    if sorted(weights) != keys:
-        raise ValueError(f"teacher_weights names {sorted(weights)}, expected the configured teachers {keys}")
-    log_alpha = log_weights([weights[key] for key in keys])
+    keys, log_alpha = mixed(settings, self.teacher_model_configs)
     kwargs.pop("routing_key", None)
     calls = (ask(self, sequence_ids, *args, routing_key=key, **kwargs) for key in keys)
     answers = await asyncio.gather(*calls)

@@ -14,6 +14,9 @@ pytest.importorskip("trl", reason="needs trl (the trl extra)")
 from transformers import AutoModelForCausalLM
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
 
+from smopd import ops
+from smopd.advantages import ESTIMATORS
+from smopd.config.settings import Advantage
 from smopd.integrations.trl import SMOPDDistillationTrainer, SMOPDGRPOTrainer, advantages_of, completions_of
 from smopd.ops import LossSettings, LossTokens, gd2po_advantages, gdpo_advantages, smopd_loss, topk_logprobs
 from smopd.worlds.models import world_tokenizer
@@ -41,7 +44,8 @@ from tests.integrations.tiny_trl import (
 def pair(what: str, folder: Path, student: Any = None, **options: Any) -> tuple[Any, Any]:
     """Return SMOPD's trainer, with settings that make it equal to TRL's, and TRL's."""
     if what == "grpo":
-        ours = grpo(folder / "ours", [teacher(1)], student, opd_coef=0.0, **options)
+        teachers = [teacher(1)] if student else []  # a coefficient of 0 needs none
+        ours = grpo(folder / "ours", teachers, student, opd_coef=0.0, **options)
         args = GRPOConfig(**settings(folder / "theirs", num_generations=2, **options))
         return ours, hosts_own(GRPOTrainer, args, [lengths, vowels], student=student)
     size = teacher(1).config.vocab_size
@@ -203,7 +207,13 @@ def scored(trainer: Any, *columns: list[float]) -> dict:
 
 @pytest.mark.parametrize(
     ("estimator", "options", "over"),
-    [("gdpo", {}, "responses"), ("gdpo", {"whiten": "tokens"}, "tokens"), ("gd2po", {}, "tokens")],
+    [
+        ("gdpo", {}, "responses"),
+        ("gdpo", {"whiten": "tokens"}, "tokens"),
+        ("gd2po", {}, "tokens"),
+        ("batch_balanced", {}, "responses"),
+        ("saw", {}, "responses"),
+    ],
 )
 def test_advantages_are_ours_over_all_responses(
     tmp_path: Path, estimator: str, options: dict, over: str | None
@@ -216,8 +226,11 @@ def test_advantages_are_ours_over_all_responses(
     if estimator == "gd2po":
         expected, kept = gd2po_advantages(*given, **options, whiten=over)
         assert kept.tolist() == [False, False, True, True]
-    else:
+    elif estimator == "gdpo":
         expected = gdpo_advantages(*given, **options, whiten=over)
+    else:
+        options |= {"low_K": torch.full((2,), torch.nan), "process_group": None}
+        expected, _ = ESTIMATORS[estimator](*given, settings=Advantage(whiten=over), **options)
     torch.testing.assert_close(batch["advantages"], expected)
     assert list(trainer._logs["advantages"]) == expected.tolist()
 
@@ -298,6 +311,30 @@ def test_teachers_that_cannot_serve_are_refused(tmp_path: Path, caplog: pytest.L
     one_device.hf_device_map = {"": "cpu"}
     distillation(tmp_path, [one_device])
     assert "Qwen2ForCausalLM has no local tokenizer: only its vocabulary size is compared" in caplog.text
+
+
+def tied(model: Any) -> Any:
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    return model.bfloat16()
+
+
+def test_a_teacher_from_a_path_has_the_students_dtype_and_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fp32 head of a student with tied embeddings does not count."""
+    limits, topk = [], ops.linear_topk_logprobs
+
+    def limited(*given: Any, **named: Any) -> Any:
+        limits.append(named["chunk_bytes"])
+        return topk(*given, **named)
+
+    monkeypatch.setattr(ops, "linear_topk_logprobs", limited)
+    path = str(saved_teacher(tmp_path / "teacher"))
+    trainer = grpo(tmp_path, [path], tied, cast_lm_head_to_fp32=True, chunk_bytes=4096)
+    assert trainer.model.dtype == torch.float32 and trainer.teacher_models[0].dtype == torch.bfloat16
+    loss_and_gradients(trainer, completions(trainer) | {"advantages": ADVANTAGES})
+    assert limits == [4096]
 
 
 def with_config(**entries: object) -> Any:

@@ -390,6 +390,9 @@ def test_teachers_tokenizers_are_compared_before_they_are_started(
     tmp_path: Path, started: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     student = save_tokenizer(tmp_path / "student", TOKENS)
+    with pytest.raises(ValueError, match=r"teacher_weights names \['art'\], expected the .* \['math'\]"):
+        start_teachers(our_config(teacher_weights={"art": 1.0}), student, {"math": student})
+    assert started == []
     other = save_tokenizer(tmp_path / "more", {**TOKENS, "pink": 4})
     with pytest.raises(
         ValueError, match=rf"'code' \({other}\) has another .*'pink' is token 4 of the teacher"

@@ -63,13 +63,16 @@ def test_gdpo_over_tokens_is_verls_gdpo(rejected: Iterable[int]) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_gdpo_and_gd2po_are_smopds() -> None:
+def test_the_estimators_are_smopds() -> None:
     """Also with a reward of None, which is unscorable."""
     rewards_RK = torch.tensor([REWARDS[key] for key in KEYS]).T.contiguous()
     rewards_RK[0, 1] = torch.nan
     group_R, weights_K = torch.tensor([0] * 4 + [1] * 4), torch.tensor([0.7, 0.3])
     data = rollouts({**REWARDS, "format": [None, *REWARDS["format"][1:]]})
     over_tokens = {"weights_K": weights_K, "lengths_R": torch.tensor(LONG)}
+    raw_RK = torch.stack([gdpo_advantages(rewards_RK[:, [k]], group_R, whiten=None) for k in (0, 1)], 1)
+    rms_K = (raw_RK.square().sum(0) / (~rewards_RK.isnan()).sum(0)).sqrt()
+    balanced_R = gdpo_advantages(rewards_RK, group_R, weights_K=weights_K / rms_K)
     for name, options, adv_R in (
         ("smopd_gdpo", {}, gdpo_advantages(rewards_RK, group_R, weights_K=weights_K)),
         ("smopd_gd2po", {}, gd2po_advantages(rewards_RK, group_R, **over_tokens)[0]),
@@ -78,6 +81,7 @@ def test_gdpo_and_gd2po_are_smopds() -> None:
             {"gd2po_snr_threshold": 0.2},
             gd2po_advantages(rewards_RK, group_R, **over_tokens, snr_threshold=0.2)[0],
         ),
+        ("smopd_batch_balanced", {}, balanced_R),
     ):
         ours = advantages_of(name, deepcopy(data), gdpo_reward_weights=[0.7, 0.3], **options)
         torch.testing.assert_close(ours, adv_R[:, None] * MASK, rtol=1e-5, atol=1e-6)

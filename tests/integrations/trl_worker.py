@@ -6,6 +6,7 @@ Completions are greedy and advantages depend on the prompt, so that any number o
 Rank 0 saves the results to FOLDER/MODE.pt.
 """
 
+import os
 import sys
 import tempfile
 from functools import cache
@@ -20,7 +21,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
 from smopd.integrations.trl import SMOPDGRPOTrainer
-from tests.integrations.tiny_trl import distillation, grpo, teacher
+from tests.integrations.tiny_trl import distillation, grpo, saved_teacher, teacher
 from tests.ranks import on_ranks
 
 ROWS = 4
@@ -33,7 +34,12 @@ ZERO_3 = {
     "train_batch_size": "auto",
     "gradient_accumulation_steps": "auto",
 }
-FSDP_2 = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True}
+FSDP_2 = {
+    "version": 2,
+    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "reshard_after_forward": True,
+    "cpu_ram_efficient_loading": True,  # teachers from paths are zeros on rank 1
+}
 
 
 class ByPrompt(SMOPDGRPOTrainer):
@@ -53,7 +59,7 @@ def trained(what: str, folder: Path, ranks: int, **more: Any) -> dict[str, Any]:
         "max_grad_norm": 0.0,
         **more,
     }
-    teachers = [teacher(1), teacher(2)]
+    teachers = [str(saved_teacher(folder / f"teacher_{ranks}_{os.environ.get('RANK')}")), teacher(2)]
     trainer = (grpo if what == "grpo" else distillation)(folder, teachers, **options)
     if what == "grpo":
         trainer.__class__ = ByPrompt
