@@ -13,13 +13,11 @@ from types import FrameType
 from smopd import extra  # noqa: F401 reports missing packages
 
 # isort: split
-from smopd.config.cli import describe, parse
+from smopd.config.cli import PARENT, describe, parse
 from smopd.config.settings import Model
 from smopd.data.places import located
 from smopd.engine import process
 
-PARENT = "SMOPD_LAUNCHED_BY"
-"""Environment variable with the process id of `launch`, which sets it for its ranks."""
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 END_SECONDS = 30.0
 """Time in which the other ranks must end once a rank has failed."""

@@ -22,6 +22,8 @@ from smopd.engine.files import DamagedFile
 from smopd.names import nearest
 
 COMMAND_LINE = "command line"
+PARENT = "SMOPD_LAUNCHED_BY"
+"""Environment variable with the process id of the launcher, which sets it for its ranks."""
 O = TypeVar("O", bound="Selection")
 _INTRODUCTION = (
     "Train a language model on several rewards: one teacher per reward, then a student of all. "
@@ -86,7 +88,23 @@ def parse(argv: list[str]) -> Command:
             for text in getattr(error, "lines", [str(error)]):
                 print(f"error: {text}", file=sys.stderr)
         raise SystemExit(2) from None
+    if os.environ.get("LOCAL_RANK", "0") == "0" and PARENT not in os.environ:
+        for path in given:
+            if own := [
+                name for name in options.only or settings.runs if _sets(settings.runs[name].set, path)
+            ]:
+                text = f"their own {path} applies; change it by --runs.NAME.set.{path}"
+                print(f"note: runs {', '.join(own)}: {text}", file=sys.stderr)
     return Command(settings=settings, arguments=tuple(argv), **vars(options))
+
+
+def _sets(own: Any, path: str) -> bool:
+    """Return whether a run's `set` has the dotted path, or a value above it."""
+    for key in path.split("."):
+        if not isinstance(own, dict) or key not in own:
+            return not isinstance(own, dict)
+        own = own[key]
+    return True
 
 
 def read_options(

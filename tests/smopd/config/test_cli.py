@@ -64,7 +64,7 @@ def mistakes(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
     return [line.removeprefix("error: ") for line in err.splitlines()]
 
 
-def test_settings_go_over_the_recipe(folder: Path) -> None:
+def test_settings_go_over_the_recipe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "--stage merge --opd.kappa 32 --rewards.1.weight 3 --output {name}/x --runs.smopd.init gdpo"
     command = parse(["tiny.yaml", *words.split()])
     assert (command.recipe, command.stage, command.dry_run, command.only) == ("tiny.yaml", "merge", False, ())
@@ -72,6 +72,8 @@ def test_settings_go_over_the_recipe(folder: Path) -> None:
     assert (settings.opd.kappa, settings.rewards[1].weight, settings.output) == (32, 3.0, "tiny/x")
     assert (settings.runs["smopd"].init, settings.student.learning_rate) == ("gdpo", 1e-4)
     assert settings.resolved("smopd").opd.kappa == 4
+    note = "note: runs smopd: their own opd.kappa applies; change it by --runs.NAME.set.opd.kappa\n"
+    assert capsys.readouterr().err == note
 
 
 @pytest.mark.parametrize(
