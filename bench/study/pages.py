@@ -14,8 +14,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bench.study.experiments import EXPERIMENTS
-from bench.study.results import Result, across, figure, read, table
+from bench.study.experiments import EXPERIMENTS, RATES
+from bench.study.results import Result, across, figure, found_map, read, table
 
 _BLOCK = re.compile(
     r"(<!-- (table|across) (\S+) ([^\s:]+)(?:: ([^;]*?))?(?:; (.*?))? -->\n).*?(?=<!-- end -->)", re.S
@@ -27,6 +27,14 @@ FIGURES = {
     )
 }
 """Experiment -> runs and the two rewards of its figure."""
+MAP = {
+    "lr\n3e-4": "rarity_map {}_lr_0.0003",
+    "lr\n1e-3": "rarity {}",
+    "lr\n3e-3": "rarity_map {}_lr_0.003",
+    "G\n4": "rarity_map {}_group_4",
+    "G\n16": "rarity_map {}_group_16",
+}
+"""Column of the map -> experiment and variant. {} is the rate of the format in the demonstrations."""
 
 
 def stored(results: Path, experiment: str, variant: str) -> list[Result]:
@@ -55,3 +63,9 @@ def filled(page: str, results: Path) -> str:
 def draw(folder: Path, results: Path) -> None:
     for experiment, (runs, rewards) in FIGURES.items():
         figure(folder / f"{experiment}.png", stored(results, experiment, "base"), runs, rewards)
+    cells = {
+        (f"{rate:.2%}", column): stored(results, *where.format(f"rate_{rate:g}").split())
+        for rate in RATES
+        for column, where in MAP.items()
+    }
+    found_map(folder / "rarity.png", cells, ("gdpo", "batch_balanced", "saw"))

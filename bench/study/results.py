@@ -301,7 +301,7 @@ def figure(path: Path, results: Sequence[Result], runs: Sequence[str], rewards: 
             curves.plot(range(steps.total - steps.own + 1, steps.total + 1), means, color=color, label=label)
     plane.set(xlabel=f"{rewards[0]}, sampled", ylabel=f"{rewards[1]}, sampled")
     curves.set(xlabel="total steps, teachers included", ylabel=f"{rewards[0]} + {rewards[1]} in training")
-    plane.legend(fontsize=8, frameon=False, loc="center")
+    plane.legend(fontsize=8, frameon=False, loc="center right")
     for axes in (plane, curves):
         axes.grid(alpha=0.2)
         axes.spines[["top", "right"]].set_visible(False)
@@ -313,3 +313,38 @@ def figure(path: Path, results: Sequence[Result], runs: Sequence[str], rewards: 
 def _sums(result: Result, run: str, rewards: tuple[str, str]) -> list[float]:
     curves = result.runs[run]["curves"]
     return [sum(pair) for pair in zip(*(curves[f"reward/{name}/mean"] for name in rewards), strict=True)]
+
+
+def found_map(path: Path, cells: Mapping[tuple[str, str], Sequence[Result]], runs: Sequence[str]) -> None:
+    """Draw, for each run, the share of seeds that find the format in training.
+
+    Args:
+        cells: (row, column) of the map -> its results. A cell without results stays blank.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    rows, columns = (list(dict.fromkeys(key[axis] for key in cells)) for axis in (0, 1))
+    labels = next(found[0].labels for found in cells.values() if found)
+    drawn, panels = pyplot.subplots(
+        1, len(runs), figsize=(3.6 * len(runs), 2.4), layout="constrained", sharey=True
+    )
+    for panel, run in zip(panels, runs, strict=True):
+        shares = [[math.nan] * len(columns) for _ in rows]
+        for (row, column), results in cells.items():
+            if results:
+                y, x = rows.index(row), columns.index(column)
+                steps = [first_step(result, run, "format") for result in results]
+                shares[y][x] = sum(step is not None for step in steps) / len(steps)
+                panel.text(
+                    x, y, f"{len(steps) - steps.count(None)} of {len(steps)}", ha="center", va="center"
+                )
+        panel.imshow(shares, cmap="YlGn", vmin=0, vmax=1.3, aspect="auto")
+        panel.set_title(labels[run])
+        panel.set_xticks(range(len(columns)), columns)
+        panel.set_yticks(range(len(rows)), rows)
+    panels[0].set_ylabel("demonstrations\nwith the format")
+    drawn.savefig(path, dpi=130, metadata={"Software": None})
+    pyplot.close(drawn)

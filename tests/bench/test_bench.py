@@ -26,10 +26,10 @@ def test_the_pages_show_the_stored_results(tmp_path: Path) -> None:
         text = (ROOT / page).read_text()
         assert "<!-- table " in text and filled(text, results) == text, f"{page}: run bench.study --pages"
     (first, *_) = stored(results, "equal_cost", "base")
-    # two teachers of 40 steps; the guard's nine candidates have as many rollouts as nine steps
-    assert first.steps["smopd"] == Steps(25, 80 + 9 + 25, 65)
+    # two teachers of 40 steps; the guard's eleven candidates have as many rollouts as eleven steps
+    assert first.steps["smopd"] == Steps(25, 80 + 11 + 25, 65)
     assert first.steps["smopd_paper"] == Steps(50, 130, 90)
     assert first.steps["batch_balanced_128"] == Steps(65, 130, 65), "with twice the prompts"
     pytest.importorskip("matplotlib", reason="needs matplotlib (the study extra)")
     draw(tmp_path, results)
-    assert (tmp_path / "equal_cost.png").stat().st_size > 10_000
+    assert all((tmp_path / f"{name}.png").stat().st_size > 10_000 for name in ("equal_cost", "rarity"))
