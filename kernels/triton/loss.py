@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -77,19 +76,11 @@ def unserved(
     return None
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """How the programs of the split kernel share a row; see split_kernel."""
+def _parts(n_vocab: int, consecutive: int) -> dict[str, int]:
+    """Split a row into the fewest parts that fit a program's registers. Only the last part can be shorter.
 
-    n: int
-    size: int
-    blocks: int
-    last_repeats: int
-    whole: int
-
-
-def _parts(n_vocab: int, consecutive: int) -> _Parts:
-    """Split a row into the fewest parts that fit a program's registers. Only the last part can be shorter."""
+    Return the arguments of split_kernel that say how its programs share a row.
+    """
     vectors = triton.cdiv(n_vocab, consecutive)
     n = triton.cdiv(vectors, _SPLIT_LANES * _SPLIT_VECTORS)
     size = triton.cdiv(vectors, n * _SPLIT_UNIT) * _SPLIT_UNIT * consecutive
@@ -98,7 +89,8 @@ def _parts(n_vocab: int, consecutive: int) -> _Parts:
     blocks = triton.cdiv(strides, _SPLIT_REPEATS)
     shortest = n_vocab - (n - 1) * size
     whole = min(shortest // (_SPLIT_REPEATS * _SPLIT_LANES * consecutive), blocks - 1)
-    return _Parts(n, size, blocks, strides - (blocks - 1) * _SPLIT_REPEATS, whole)
+    shared = {"PARTS": n, "P": triton.next_power_of_2(n), "PART": size, "BLOCKS": blocks, "WHOLE": whole}
+    return shared | {"TAIL_R": strides - (blocks - 1) * _SPLIT_REPEATS}
 
 
 def _splits(logits_NV: Tensor, slots: int, *, tail: bool, two: bool) -> bool:
@@ -116,7 +108,7 @@ def _splits(logits_NV: Tensor, slots: int, *, tail: bool, two: bool) -> bool:
     if logits_NV.is_cuda:
         facts = torch.cuda.get_device_properties(logits_NV.device)
         most = min(most, _SPLIT_PROGRAMS * facts.multi_processor_count) if facts.major >= 8 else 0
-    return _parts(n_vocab, _VECTOR_BYTES // size).n <= most
+    return _parts(n_vocab, _VECTOR_BYTES // size)["PARTS"] <= most
 
 
 def _columns(tokens: LossTokens, settings: LossSettings) -> tuple[int, list[Tensor | None]]:
@@ -189,17 +181,16 @@ def loss_rows(
         and _splits(logits_NV, slots, tail=target is not None and settings.tail, two=two)
     ):
         parts, lanes = _parts(n_vocab, consecutive), _SPLIT_LANES
-        ready = targets(lanes, _SPLIT_REPEATS, parts.size)
-        n_words = n_rows * (parts.n * WORDS + 2 * slots)
+        ready = targets(lanes, _SPLIT_REPEATS, parts["PART"])
+        n_words = n_rows * (parts["PARTS"] * WORDS + 2 * slots)
         exchange = torch.full((n_words,), POISON.value, dtype=torch.int32, device=logits_NV.device)
         gpu = torch.cuda.get_device_properties(logits_NV.device) if _NATIVE else None
         ahead = int(_SPLIT_AHEAD * gpu.multi_processor_count) if gpu is not None and gpu.major >= 9 else 0
         for phase in (0,) if _NATIVE else (1, 2):
-            split_kernel[(n_rows * parts.n,)](
-                *inputs, *ready, *columns, terms_CN, clipped_N, exchange, *scalars, **options,
-                R=_SPLIT_REPEATS, L=lanes, PARTS=parts.n, P=triton.next_power_of_2(parts.n), PART=parts.size,
-                BLOCKS=parts.blocks, TAIL_R=parts.last_repeats, WHOLE=parts.whole, PHASE=phase,
-                AHEAD=ahead, num_warps=lanes // _WARP, maxnreg=_SPLIT_REGISTERS,
+            split_kernel[(n_rows * parts["PARTS"],)](
+                *inputs, *ready, *columns, terms_CN, clipped_N, exchange, *scalars, **options, **parts,
+                R=_SPLIT_REPEATS, L=lanes, PHASE=phase, AHEAD=ahead,
+                num_warps=lanes // _WARP, maxnreg=_SPLIT_REGISTERS,
             )  # fmt: skip
         return terms
     warps, elements, most = _configuration(n_vocab, logits_NV.dtype, slots, aligned=aligned)

@@ -202,11 +202,12 @@ def test_parts_are_a_row(consecutive: int) -> None:
     block = triton_loss._SPLIT_REPEATS * triton_loss._SPLIT_LANES * consecutive
     for n_vocab in (*range(12_289, 12_400), 32_000, 50_304, 128_256, 151_936, 152_064, 262_144, 524_288):
         parts = triton_loss._parts(n_vocab, consecutive)
-        last = n_vocab - (parts.n - 1) * parts.size
-        assert 0 < last <= parts.size and parts.size % (8 * consecutive) == 0
-        held = (parts.blocks - 1) * block + parts.last_repeats * block // triton_loss._SPLIT_REPEATS
-        assert parts.size <= held <= triton_loss._SPLIT_VECTORS * triton_loss._SPLIT_LANES * consecutive
-        assert parts.whole * block <= last and parts.whole < parts.blocks
+        size, blocks = parts["PART"], parts["BLOCKS"]
+        last = n_vocab - (parts["PARTS"] - 1) * size
+        assert 0 < last <= size and size % (8 * consecutive) == 0
+        held = (blocks - 1) * block + parts["TAIL_R"] * block // triton_loss._SPLIT_REPEATS
+        assert size <= held <= triton_loss._SPLIT_VECTORS * triton_loss._SPLIT_LANES * consecutive
+        assert parts["WHOLE"] * block <= last and parts["WHOLE"] < blocks
 
 
 def test_the_split_kernel_has_no_more_parts_than_a_warp_polls_for() -> None:
