@@ -131,9 +131,11 @@ def _server(teacher: str, log: BinaryIO, environment: Mapping[str, str]) -> Iter
     command = [sys.executable, "-m", "smopd.engine.teacher_server", teacher, "--port", port]
     server = subprocess.Popen([*command, "--vocabulary", vocabulary], stdout=log, stderr=log, env=environment)
     url = f"http://127.0.0.1:{port}"
+    token = {"Authorization": f"Bearer {environment.get('SMOPD_SERVER_TOKEN', '').strip()}"}
+    asked = urllib.request.Request(f"{url}/health", headers=token)
     try:
         while server.poll() is None:
-            with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+            with suppress(OSError), urllib.request.urlopen(asked, timeout=5):
                 break
             time.sleep(1)
         yield url

@@ -327,7 +327,7 @@ def found_map(path: Path, cells: Mapping[tuple[str, str], Sequence[Result]], run
     from matplotlib import pyplot
 
     rows, columns = (list(dict.fromkeys(key[axis] for key in cells)) for axis in (0, 1))
-    labels = next(found[0].labels for found in cells.values() if found)
+    labels = next((found[0].labels for found in cells.values() if found), {})
     drawn, panels = pyplot.subplots(
         1, len(runs), figsize=(3.6 * len(runs), 2.4), layout="constrained", sharey=True
     )
@@ -342,7 +342,7 @@ def found_map(path: Path, cells: Mapping[tuple[str, str], Sequence[Result]], run
                     x, y, f"{len(steps) - steps.count(None)} of {len(steps)}", ha="center", va="center"
                 )
         panel.imshow(shares, cmap="YlGn", vmin=0, vmax=1.3, aspect="auto")
-        panel.set_title(labels[run])
+        panel.set_title(labels.get(run, run))
         panel.set_xticks(range(len(columns)), columns)
         panel.set_yticks(range(len(rows)), rows)
     panels[0].set_ylabel("demonstrations\nwith the format")
