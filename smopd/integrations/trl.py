@@ -115,9 +115,10 @@ def load_teacher(trainer: Any, teacher: Any) -> Any:
     if trainer.is_deepspeed_enabled:
         prepared = prepare_deepspeed(teacher, trainer.accelerator)
     else:
-        place = trainer.is_fsdp_enabled or None  # None: no model is moved under FSDP
+        sharded = any(isinstance(each, DTensor) for each in teacher.parameters())
+        place = (trainer.is_fsdp_enabled and not sharded) or None  # None: no model is moved under FSDP
         prepared = trainer.accelerator.prepare_model(teacher, device_placement=place, evaluation_mode=True)
-        if trainer.is_fsdp_enabled:  # with cpu_ram_efficient_loading, other ranks have loaded zeros
+        if place:  # with cpu_ram_efficient_loading, other ranks have loaded zeros
             for each in (*prepared.parameters(), *prepared.buffers()):
                 dist.broadcast(each.detach(), 0)
     prepared.eval()  # not chained: DeepSpeed's eval() returns None
