@@ -70,9 +70,13 @@ class Verifiers:
         state = Policy()
         example = {"example_id": 0, **row}
         state.rollout = asyncio.create_task(self.environment.rollout(example, state, MODEL, {}))
-        first = await state.unread()
-        if first is None or [_plain(each) for each in first] != [_plain(each) for each in row["prompt"]]:
-            raise ValueError(f"the environment begins with {first!r:.200}, expected the row's prompt")
+        try:
+            first = await state.unread()
+            if first is None or [_plain(each) for each in first] != [_plain(each) for each in row["prompt"]]:
+                raise ValueError(f"the environment begins with {first!r:.200}, expected the row's prompt")
+        except BaseException:
+            await self.end(state)
+            raise
         return state
 
     async def answer(self, state: Policy, message: Mapping[str, Any]) -> list[dict[str, str]] | None:

@@ -32,9 +32,9 @@ MOST_ERROR_CHARS = 2000  # ours: of a longer traceback, only the end is kept
 class Environment(Protocol):
     """The class that `rollout.environment` names, instantiated once per rank with `environment_kwargs`.
 
-    All methods may be `async def`. If there is a method `end(state)`, it is called for each conversation of a
-    batch before the next batch begins. Conversations are answered in parallel. Methods that are not async run
-    in threads, so they need a lock for data that conversations share.
+    All methods may be `async def`. Conversations are answered in parallel. Methods that are not async run in
+    threads, so they need a lock for data that conversations share. If there is a method `end(state)`, it is
+    called for each conversation before the next batch and at the end, within one time limit for all.
     """
 
     def begin(self, row: Message) -> Any:
@@ -96,7 +96,11 @@ class EnvironmentHost:
     async def _end(self) -> None:
         if (end := getattr(self.environment, "end", None)) is not None and self.states:
             calls = [asyncio.ensure_future(self._called(end, state)) for state in self.states.values()]
-            await asyncio.wait(calls, timeout=self.seconds)
+            for late in (await asyncio.wait(calls, timeout=self.seconds))[1]:
+                late.cancel()
+            ended = await asyncio.gather(*calls, return_exceptions=True)
+            if failed := [each for each in ended if isinstance(each, Exception)]:
+                traceback.print_exception(failed[0])
         self.states = {}
 
     async def _called(self, function: Callable[..., Any], *arguments: Any) -> Any:

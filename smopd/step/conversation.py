@@ -49,7 +49,7 @@ class EnvironmentWorker(Worker):
 
     def ask(self, items: Mapping[int, Any], *, begin: bool = False) -> list[Answer]:
         """Answer each message. If `begin`, drop all conversations instead, and begin one about each row."""
-        if not items:
+        if not items and not begin:
             return []
         try:
             self.start()
@@ -76,6 +76,8 @@ class Environments(AbstractContextManager["Environments"]):
 
     def __exit__(self, *exception: object) -> None:
         for worker in self._workers.values():
+            if exception == (None, None, None):
+                worker.ask({}, begin=True)  # ends the last conversations
             worker.close()
             worker.end()
 

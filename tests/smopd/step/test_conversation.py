@@ -205,6 +205,22 @@ class Waits:
             raise asyncio.TimeoutError("the database did not answer")
         return [{"role": "user", "content": "3"}]
 
+class Leaves:
+    def __init__(self, file):
+        self.file = file
+
+    def begin(self, row):
+        return row["prompt"]
+
+    def answer(self, state, message):
+        return None
+
+    def end(self, state):
+        if state.startswith("hangs"):
+            time.sleep(600)
+        with open(self.file, "a") as ended:
+            ended.write(state + " ")
+
 def spoken(completions, **columns):
     return [float(len(messages)) for messages in completions]
 
@@ -279,6 +295,20 @@ def test_conversations_about_one_prompt_share_no_value_and_end_before_the_next_b
     host.reply(loop, True, {0: {"questions": ["3+3?"]}})
     loop.close()
     assert host.environment.ended == ["2+2?"] * 3 and host.states == {0: "3+3?"}
+
+
+def test_the_last_conversations_end_with_the_run_and_a_late_end_delays_nobody(tmp_path, environments):
+    settings = settings_of(
+        environment="talkers:Leaves",
+        environment_seconds=1.0,
+        environment_kwargs={"file": str(tmp_path / "ended")},
+    )
+    with Environments() as own:
+        worker = own.of(settings)
+        hang = [f"hangs {i}" for i in range(ENVIRONMENT_THREADS + 1)]
+        assert set(begun(worker, "first", *hang)) == {""}
+        assert begun(worker, "last", "least") == ["", ""]
+    assert sorted((tmp_path / "ended").read_text().split()) == ["first", "last", "least"]
 
 
 def test_async_environments_and_ones_that_cannot_be_loaded(environments):
