@@ -50,6 +50,11 @@ class ByPrompt(SMOPDGRPOTrainer):
         return batch | {"advantages": batch["prompt_mask"].sum(1) / 3.0 - 1.0}
 
 
+def own_teacher(folder: Path) -> Path:
+    """Return the path of this rank's copy of the first teacher."""
+    return folder / f"teacher_{os.environ['RANK']}"
+
+
 def trained(what: str, folder: Path, ranks: int, **more: Any) -> dict[str, Any]:
     options = {
         "per_device_train_batch_size": ROWS // ranks,
@@ -59,7 +64,8 @@ def trained(what: str, folder: Path, ranks: int, **more: Any) -> dict[str, Any]:
         "max_grad_norm": 0.0,
         **more,
     }
-    teachers = [str(saved_teacher(folder / f"teacher_{ranks}_{os.environ.get('RANK')}")), teacher(2)]
+    first = str(own_teacher(folder.parent)) if "fsdp" in more else teacher(1)
+    teachers = [first, teacher(2)]
     trainer = (grpo if what == "grpo" else distillation)(folder, teachers, **options)
     if what == "grpo":
         trainer.__class__ = ByPrompt
@@ -134,6 +140,7 @@ def options_of(mode: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
+    saved_teacher(own_teacher(folder))  # under FSDP, only rank 0 saves a whole folder
     for mode in sys.argv[2:]:
         AcceleratorState._reset_state(reset_partial_state=True)  # the process group stays
         options = options_of(mode)
